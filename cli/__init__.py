@@ -1,0 +1,1 @@
+"""The command line: what operators, administrators and scripts see."""

@@ -1,0 +1,1 @@
+"""box-guest: what runs inside the microVM. Standard library only."""

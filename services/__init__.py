@@ -1,0 +1,1 @@
+"""agent-box: coding agents in persistent microVMs, with every credential held on the host."""

@@ -1,0 +1,1 @@
+"""HTTP endpoints for guests: the gate, and the credential behind it."""

@@ -1,0 +1,1 @@
+"""The message bus: envelopes, contracts, authority. Messages and nothing else."""

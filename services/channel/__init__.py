@@ -1,0 +1,1 @@
+"""Guest control, terminals, exec, harness and guest events."""

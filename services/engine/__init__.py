@@ -1,0 +1,1 @@
+"""Drives VMMs; the only service that may talk to the helper."""

@@ -1,0 +1,1 @@
+"""Network policy and names; drives one worker per instance."""

@@ -1,0 +1,1 @@
+"""Instance records, the lifecycle state machine, the event journal."""

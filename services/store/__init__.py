@@ -1,0 +1,1 @@
+"""Credentials, encrypted at rest; revealed to the broker only."""
