@@ -106,6 +106,8 @@ class Wall:
         config: whether the directory of the config file is mounted, read-only.
         sockets: directories below the runtime directory that hold sockets of this service
             besides its bus socket, writable, e.g. ``dial/channel``.
+        dials: directories below the runtime directory with sockets on which somebody else
+            listens for this service alone, mounted read-only (connect needs no more).
         syscalls: names of system calls allowed beyond the base set, each with its reason.
         open_files: RLIMIT_NOFILE.
         memory_mib: RLIMIT_DATA in MiB, a bound on runaway growth, not a working-set figure.
@@ -116,6 +118,7 @@ class Wall:
     calls: tuple[str, ...] = ()
     config: bool = False
     sockets: tuple[str, ...] = ()
+    dials: tuple[str, ...] = ()
     syscalls: tuple[tuple[str, str], ...] = ()
     open_files: int = 1024
     memory_mib: int = 512

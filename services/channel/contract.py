@@ -1,0 +1,267 @@
+"""channel: speaks with the guests: control, terminals, commands and the harness.
+
+TRUST. The channel believes the transport about who is calling, the registry about which
+instance runs and how it shall be provisioned, the broker about nonces, and the engine about
+which instance a dialled stream leads to. It believes no guest: every frame is capped and
+checked, and what it says is told on as that instance's claim. It has no network, no
+credential and no way to the helper.
+
+Bytes of terminals and commands carry absolute offsets both ways. Whoever comes back says
+where it stopped; nothing is lost or doubled when the caller or this service starts again.
+"""
+
+from __future__ import annotations
+
+from agent_box.bus.schema import Contract, Data, Empty, Event, Kind, Method, Stream, Wall, Wire
+
+
+class Instance(Wire, frozen=True):
+    instance: str  # the id, 32 lowercase hex digits
+
+
+class Variable(Wire, frozen=True):
+    name: str
+    value: str
+
+
+class Provision(Wire, frozen=True):
+    """All of it, every time: an empty list says none."""
+
+    instance: str
+    boot: int  # counts up with every start
+    hostname: str
+    environment: list[Variable]  # the agent's, on top of what the guest itself sets
+    harness: str | None  # kage, codex, ...; None when the profile names none
+    sudo: bool  # whether the agent's uid may become root
+
+
+class Provisioned(Wire, frozen=True):
+    version: str  # of box-guest, by its own claim
+    skew_ms: int  # the guest's clock against ours, after it was set
+
+
+class Size(Wire, frozen=True):
+    rows: int
+    columns: int
+
+
+class Attach(Wire, frozen=True):
+    instance: str
+    terminal: str | None  # an existing one to join; None opens a new one
+    offset: int  # of the first output byte wanted; 0 with a new terminal
+    shell: bool  # a shell; otherwise the harness's own terminal program
+    user: str  # agent or root
+    directory: str | None  # in the guest; None is the usual one
+    term: str  # the value of TERM
+    size: Size
+
+
+class Typed(Wire, frozen=True):
+    offset: int  # of `data` in all that was typed into this terminal
+    data: bytes
+    seen: int  # output up to here has arrived; the guest may forget it
+    size: Size | None  # a new size, when it changed
+
+
+class Shown(Wire, frozen=True):
+    terminal: str  # its id, for joining it again
+    offset: int  # of `data` in all that this terminal put out
+    data: bytes
+    taken: int  # input up to here has arrived
+
+
+class Ended(Wire, frozen=True):
+    how: str  # exited, signalled, taken (a newer attachment), timed-out or left-running
+    status: int | None  # with exited
+    signal: int | None  # with signalled
+
+
+class Terminal(Wire, frozen=True):
+    terminal: str
+    user: str
+    attached: bool
+
+
+class Terminals(Wire, frozen=True):
+    terminals: list[Terminal]
+
+
+class Exec(Wire, frozen=True):
+    instance: str
+    argv: list[bytes]
+    user: str  # agent or root
+    directory: str | None
+    timeout_ms: int | None
+
+
+class ExecInput(Wire, frozen=True):
+    offset: int
+    data: bytes
+    end: bool  # no more standard input after this
+    signal: int | None  # one to send to the command
+
+
+class ExecOutput(Wire, frozen=True):
+    source: str  # stdout or stderr
+    offset: int  # within its source
+    data: bytes
+
+
+class Run(Wire, frozen=True):
+    instance: str
+    prompt: str
+    session: str | None  # a harness session to load; None begins one
+    directory: str | None  # of the session, in the guest
+    timeout_ms: int | None
+
+
+class RunId(Wire, frozen=True):
+    run: str
+
+
+class RunIds(Wire, frozen=True):
+    runs: list[str]  # newest first
+
+
+class RunRead(Wire, frozen=True):
+    run: str
+    cursor: int  # of the first update wanted; 0 is the beginning
+    limit: int
+    wait_ms: int  # how long to wait for one when there is none
+
+
+class Update(Wire, frozen=True):
+    at_ms: int  # Unix time, milliseconds, when it reached us
+    kind: str  # as in the Agent Client Protocol, e.g. agent_message_chunk, tool_call
+    body: str  # JSON, the agent's claim
+
+
+class RunEnd(Wire, frozen=True):
+    how: str  # stopped, timed-out, cancelled, left-running or failed
+    stop_reason: str | None  # with stopped: the harness's word, e.g. end_turn
+
+
+class Updates(Wire, frozen=True):
+    updates: list[Update]
+    cursor: int  # to ask with next
+    end: RunEnd | None  # None while it goes on
+
+
+CONTRACT = Contract(
+    service="channel",
+    trusts=(
+        "The transport for the caller's role. The registry for what a guest is provisioned "
+        "with. The broker for nonces. The engine for where a stream leads. No guest for "
+        "anything."
+    ),
+    methods=(
+        Method(
+            name="provision",
+            kind=Kind.IDEMPOTENT,
+            request=Provision,
+            reply=Provisioned,
+            deadline_s=300,
+            data=Data.NONCE,
+            summary="Shakes hands with a booting guest and gives it all it shall have.",
+        ),
+        Method(
+            name="set_time",
+            kind=Kind.IDEMPOTENT,
+            request=Instance,
+            reply=Provisioned,
+            deadline_s=10,
+            data=Data.STATUS,
+            summary="Sets the guest's clock, as after a resume.",
+        ),
+        Method(
+            name="poweroff",
+            kind=Kind.IDEMPOTENT,
+            request=Instance,
+            reply=Empty,
+            deadline_s=30,
+            data=Data.STATUS,
+            summary="Asks the guest to power off; answered when it has taken the request.",
+        ),
+        Stream(
+            name="attach",
+            request=Attach,
+            up=Typed,
+            down=Shown,
+            reply=Ended,
+            window=64,
+            data=Data.GUEST,
+            summary="A terminal in the guest, new or joined again.",
+        ),
+        Method(
+            name="terminals",
+            kind=Kind.READ,
+            request=Instance,
+            reply=Terminals,
+            deadline_s=10,
+            data=Data.GUEST,
+            summary="The terminals that the guest holds.",
+        ),
+        Stream(
+            name="exec",
+            request=Exec,
+            up=ExecInput,
+            down=ExecOutput,
+            reply=Ended,
+            window=64,
+            data=Data.GUEST,
+            summary="A command without a terminal; stdout and stderr stay apart.",
+        ),
+        Method(
+            name="run",
+            kind=Kind.ONCE,
+            request=Run,
+            reply=RunId,
+            deadline_s=60,
+            data=Data.GUEST,
+            summary="Begins one prompt in the harness.",
+        ),
+        Method(
+            name="runs",
+            kind=Kind.READ,
+            request=Instance,
+            reply=RunIds,
+            deadline_s=10,
+            data=Data.RECORD,
+            summary="The runs of an instance, for following one again.",
+        ),
+        Method(
+            name="run_read",
+            kind=Kind.READ,
+            request=RunRead,
+            reply=Updates,
+            deadline_s=60,
+            data=Data.GUEST,
+            summary="Updates of a run from a cursor on; waits for the next.",
+        ),
+        Method(
+            name="run_cancel",
+            kind=Kind.IDEMPOTENT,
+            request=RunId,
+            reply=Empty,
+            deadline_s=30,
+            data=Data.RECORD,
+            summary="Cancels the prompt; its end comes through run_read.",
+        ),
+    ),
+    events=(
+        Event(name="forgery-refused", summary="A guest sent a bad frame; its stream was ended."),
+        Event(name="root-session", summary="An operator opened a root terminal or command."),
+        Event(name="permission-allowed", summary="A harness asked for leave and got it once."),
+        Event(name="run-ended", summary="A prompt came to its end, and how."),
+    ),
+    wall=Wall(
+        calls=("broker", "registry"),
+        dials=("dial/channel",),
+        open_files=8192,
+        why=(
+            "Gets nonces from the broker for a guest's provisioning. Notes what guests claim "
+            "in the registry's journal. Gets its streams as descriptors from the engine on "
+            "dial/channel. One descriptor for each terminal, command and control stream."
+        ),
+    ),
+)
