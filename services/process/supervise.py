@@ -1,0 +1,90 @@
+"""Runs supervisord inside this process.
+
+In the same process, so that the daemon's lock lives exactly as long as supervisord, whatever
+ends it. When it is killed, the kernel kills its children: each asks for that before it
+becomes the program, so that there is no moment at which one could be left over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from supervisor.medusa import asyncore_25 as asyncore
+from supervisor.options import ServerOptions
+from supervisor.supervisord import Supervisor
+
+from agent_box.process.supervision import CONFIG_FILE, SOCKET_FILE
+
+_PR_SET_PDEATHSIG: Final = 1
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+
+
+class SupervisorError(Exception):
+    """supervisord could not start. The message is one line for a person."""
+
+
+def run(directory: Path, *, on_running: Callable[[], None]) -> None:
+    """Runs supervisord until SIGTERM, SIGINT, SIGQUIT or SIGHUP and every program is gone.
+
+    The caller holds the daemon's lock and stands in the main thread; it must not have
+    threads, because the death signal of a child belongs to the thread that forked it.
+
+    Args:
+        directory: holds the configuration file; mode 0700.
+        on_running: called once, when the control socket is open, before any program starts.
+
+    Raises:
+        SupervisorError: the configuration or the control socket is refused.
+    """
+    # We hold the lock, so a socket that lies there is nobody's. supervisord would find that
+    # out too, but takes 0.3 s over it.
+    (directory / SOCKET_FILE).unlink(missing_ok=True)
+    os.chdir(directory)  # the paths in the configuration are relative to it
+    options = _Options()
+    options.realize(["-c", str(directory / CONFIG_FILE)], doc="", progname="agent-box")
+    options.first = True  # we never run it a second time, so it closes no descriptors
+    options.test = False
+    supervisor = _Supervisor(options, on_running)
+    try:
+        supervisor.main()
+    except asyncore.ExitNow:
+        pass
+    finally:
+        options.close_httpservers()
+        options.close_logger()
+
+
+class _Options(ServerOptions):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self._daemon = os.getpid()
+
+    def setpgrp(self) -> None:
+        """The first thing that supervisord does in a child."""
+        os.setpgrp()
+        if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+        if os.getppid() != self._daemon:
+            os._exit(1)  # it died before we asked
+
+    def write_pidfile(self) -> None:
+        """None is written: a file outlives its process and lies. The lock names the holder."""
+
+    def usage(self, msg: Any) -> NoReturn:
+        """supervisord's way to say what is wrong; its own would print a manual and exit."""
+        raise SupervisorError(f"supervisord: {msg}")
+
+
+class _Supervisor(Supervisor):  # type: ignore[misc]
+    def __init__(self, options: _Options, on_running: Callable[[], None]) -> None:
+        super().__init__(options)
+        self._on_running = on_running
+
+    def runforever(self) -> None:
+        self._on_running()
+        super().runforever()

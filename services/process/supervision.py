@@ -1,0 +1,282 @@
+"""What supervisord is told, and how it is asked.
+
+supervisord starts the services, starts one again that died, and keeps their logs. It knows
+two things more through `watch`, which runs inside it: how often a service died of late, and
+that one which dies again and again must stay down until an operator says otherwise.
+
+RUNNING is supervisord's word for "the process exists". Whether a service is ready only the
+service itself can say (`hello`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import xmlrpc.client
+
+GROUP: Final = "agent-box"
+USER: Final = "agent-box"
+EXIT_FATAL: Final = 71  # a service's own word that starting it again cannot help
+STOP_SECONDS: Final = 10  # from SIGTERM to SIGKILL: what a service has for its drain
+LOG_BYTES: Final = 1 << 20
+LOG_BACKUPS: Final = 3
+CONFIG_FILE: Final = "supervisord.conf"
+SOCKET_FILE: Final = "supervisord.sock"
+PASSWORD_FILE: Final = "password"
+LOGS_LINK: Final = "logs"
+
+# supervisord's fault codes (supervisor.xmlrpc.Faults); importing that costs too much.
+_NOT_RUNNING: Final = 70
+_ALREADY_STARTED: Final = 60
+
+
+class ControlError(Exception):
+    """supervisord cannot be asked, or refused. The message is one line for a person."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One process under supervision.
+
+    Attributes:
+        name: a service's name; also the name of its log, ``<name>.log``.
+        argv: the whole command line. No argument may hold a line feed or NUL.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What supervisord knows of one program.
+
+    Attributes:
+        state: supervisord's own, lower case: ``starting``, ``running``, ``backoff``,
+            ``stopping``, ``stopped``, ``exited``, ``fatal`` or ``unknown``.
+        pid: of the outermost process, on the host; None when there is none.
+        uptime_ms: since that process was started; None when there is none.
+        restarts: how often it was started after the first time, since the daemon started.
+        reason: why it is ``fatal`` or ``backoff``; None otherwise.
+    """
+
+    name: str
+    state: str
+    pid: int | None
+    uptime_ms: int | None
+    restarts: int
+    reason: str | None
+
+
+def configuration(programs: Iterable[Program], *, password: str, silent: bool) -> str:
+    """The text of supervisord's configuration file.
+
+    Every path in it is relative to the file's own directory, in which supervisord runs: the
+    syntax cannot hold every absolute path. A blank followed by ``;`` starts a comment, even
+    inside quotes, and ``%`` is expanded twice in the name of a log and once elsewhere.
+
+    Args:
+        programs: in any order; all are started at once and clients wait for them.
+        password: for the control socket; only its digest is written.
+        silent: whether supervisord's own log goes to the log file only, not to stdout too.
+
+    Raises:
+        ValueError: an argument holds a line feed or NUL.
+    """
+    programs = tuple(programs)
+    # Not a defence against guessing: the password has 256 random bits. It only keeps it
+    # out of this file, which one may want to show.
+    digest = hashlib.sha1(password.encode(), usedforsecurity=False).hexdigest()
+    sections = [
+        f"""\
+[supervisord]
+identifier = {GROUP}
+nodaemon = true
+silent = {"true" if silent else "false"}
+nocleanup = true
+umask = 077
+childlogdir = .
+logfile = {LOGS_LINK}/daemon.log
+logfile_maxbytes = {LOG_BYTES}
+logfile_backups = {LOG_BACKUPS}
+loglevel = info
+minfds = 256
+minprocs = 16
+
+[unix_http_server]
+file = {SOCKET_FILE}
+chmod = 0600
+username = {USER}
+password = {{SHA}}{digest}
+
+[rpcinterface:supervisor]
+supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
+
+[rpcinterface:agent_box]
+supervisor.rpcinterface_factory = agent_box.process.watch:make_rpcinterface
+
+[group:{GROUP}]
+programs = {",".join(p.name for p in programs)}
+"""
+    ]
+    sections += [
+        # startsecs 0: ready is for the service to say, and what dies early is started again
+        # at once instead of after a growing pause. `watch` counts the deaths.
+        # exitcodes: 0 is not among them, so a drained service comes back; a stop by the
+        # operator is a state of its own and not an exit.
+        f"""\
+[program:{program.name}]
+command = {_command(program.argv)}
+directory = /
+umask = 077
+autostart = true
+autorestart = unexpected
+exitcodes = {EXIT_FATAL}
+startsecs = 0
+startretries = 5
+stopsignal = TERM
+stopwaitsecs = {STOP_SECONDS}
+stopasgroup = true
+killasgroup = true
+redirect_stderr = true
+stdout_logfile = {LOGS_LINK}/{program.name}.log
+stdout_logfile_maxbytes = {LOG_BYTES}
+stdout_logfile_backups = {LOG_BACKUPS}
+"""
+        for program in programs
+    ]
+    return "\n".join(sections)
+
+
+def _command(argv: tuple[str, ...]) -> str:
+    return " ".join(map(_word, argv))
+
+
+def _word(argument: str) -> str:
+    """One argument as supervisord reads it: `%` expansion, comments, then shell words.
+
+    A backslash before each special character, and no quotes: so a ``;`` or ``#`` never
+    follows a blank, where it would start a comment.
+    """
+    if re.search(r"[\n\r\0]", argument):
+        raise ValueError(f"supervisord cannot hold this argument: {argument!r}")
+    if not argument:
+        return "''"
+    return re.sub(r"([^A-Za-z0-9_@%+=:,./-])", r"\\\1", argument).replace("%", "%%")
+
+
+class Control:
+    """Asks supervisord, over its Unix socket.
+
+    Args:
+        directory: the supervisor's (`Paths.supervisor`), which holds socket and password.
+        timeout_s: for each step on the socket; `stop` takes up to `STOP_SECONDS` more.
+    """
+
+    def __init__(self, directory: Path, *, timeout_s: float = 5.0) -> None:
+        self._directory = directory
+        self._timeout_s = timeout_s
+        self._proxy: xmlrpc.client.ServerProxy | None = None
+
+    def statuses(self) -> dict[str, Status]:
+        """Every program's status by name.
+
+        Raises:
+            ControlError: supervisord does not answer.
+        """
+        untrusted: Any = self._call("agent_box.status")
+        try:
+            return {s["name"]: _status(s) for s in untrusted}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ControlError(f"supervisord answered nonsense: {error!r}") from error
+
+    def stop(self, name: str) -> None:
+        """SIGTERM, then SIGKILL after `STOP_SECONDS`; returns when it is gone.
+
+        Raises:
+            ControlError: supervisord does not answer, or knows no such program.
+        """
+        self._call(
+            "supervisor.stopProcess",
+            f"{GROUP}:{name}",
+            ignore=_NOT_RUNNING,
+            timeout_s=self._timeout_s + STOP_SECONDS,
+        )
+
+    def start(self, name: str) -> None:
+        """Starts it, whatever it died of before; returns when it was started, not ready.
+
+        Raises:
+            ControlError: supervisord does not answer, or could not start it.
+        """
+        self._call("agent_box.pardon", name)
+        self._call("supervisor.startProcess", f"{GROUP}:{name}", ignore=_ALREADY_STARTED)
+
+    def _call(
+        self, method: str, *arguments: str, ignore: int | None = None, timeout_s: float = 0.0
+    ) -> Any:
+        import http.client
+        import xmlrpc.client
+
+        proxy = self._connection(timeout_s or self._timeout_s)
+        target: Any = proxy
+        for part in method.split("."):
+            target = getattr(target, part)
+        try:
+            return target(*arguments)
+        except xmlrpc.client.Fault as fault:
+            if fault.faultCode == ignore:
+                return None
+            raise ControlError(f"supervisord: {fault.faultString}") from fault
+        except xmlrpc.client.ProtocolError as error:
+            raise ControlError(f"supervisord refused: {error.errcode} {error.errmsg}") from error
+        except TimeoutError:
+            raise ControlError("supervisord does not answer") from None
+        except (OSError, http.client.HTTPException, xmlrpc.client.Error, SyntaxError) as error:
+            raise ControlError(f"supervisord cannot be reached: {error}") from error
+
+    def _connection(self, timeout_s: float) -> xmlrpc.client.ServerProxy:
+        import base64
+        import http.client
+        import socket
+        import xmlrpc.client
+
+        socket_path = str(self._directory / SOCKET_FILE)
+        try:
+            password = (self._directory / PASSWORD_FILE).read_text(encoding="ascii")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ControlError(f"supervisord cannot be reached: {error}") from error
+        token = base64.b64encode(f"{USER}:{password}".encode()).decode()
+
+        class Connection(http.client.HTTPConnection):
+            def connect(self) -> None:
+                self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self.sock.settimeout(timeout_s)
+                self.sock.connect(socket_path)
+
+        class Transport(xmlrpc.client.Transport):
+            def make_connection(self, host: Any) -> http.client.HTTPConnection:
+                return Connection("localhost")
+
+        return xmlrpc.client.ServerProxy(
+            "http://localhost/RPC2",
+            transport=Transport(headers=[("Authorization", f"Basic {token}")]),
+        )
+
+
+def _status(untrusted: dict[str, Any]) -> Status:
+    pid = int(untrusted["pid"])
+    return Status(
+        name=str(untrusted["name"]),
+        state=str(untrusted["state"]),
+        pid=pid or None,
+        uptime_ms=int(untrusted["uptime_ms"]) if pid else None,
+        restarts=int(untrusted["restarts"]),
+        reason=str(untrusted["reason"]) or None,
+    )
