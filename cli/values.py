@@ -1,0 +1,196 @@
+"""The values on a command line: from text to what a verb's body gets.
+
+A parser raises `ValueError` whose message is the rule; `verbs` puts the argument's name and
+the value in front of it. Nothing is looked up here: that a name exists is the body's affair.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from agent_box.config import values
+
+DEFAULT_DETACH_KEYS: Final = "ctrl-p,ctrl-q"
+SOURCES: Final = ("host-observed", "guest-channel", "agent-reported")
+
+Parser = Callable[[str], Any]
+
+name = values.name
+memory = values.memory
+disk = values.disk
+
+
+class Target(NamedTuple):
+    """NAME[:/path]. `path` is None when it was left out: /home/agent/work then applies."""
+
+    name: str
+    path: str | None
+
+
+class Forward(NamedTuple):
+    """[ADDR:]HOSTPORT:GUESTPORT. `host` 0 lets the daemon pick a free port."""
+
+    address: str
+    host: int
+    guest: int
+
+
+class Destination(NamedTuple):
+    """HOST[:PORT] of `policy check`."""
+
+    host: str
+    port: int
+
+
+def integer(least: int, most: int) -> Parser:
+    """A parser of decimal integers in a range, both ends included."""
+
+    def parse(untrusted: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,12}", untrusted, re.ASCII):
+            raise ValueError(f"an integer from {least} to {most}")
+        value = int(untrusted)
+        if not least <= value <= most:
+            raise ValueError(f"an integer from {least} to {most}")
+        return value
+
+    return parse
+
+
+def one_of(*words: str) -> Parser:
+    def parse(untrusted: str) -> str:
+        if untrusted not in words:
+            raise ValueError(f"one of {', '.join(words)}")
+        return untrusted
+
+    return parse
+
+
+def text(untrusted: str) -> str:
+    """Anything that can be written as UTF-8, and is not empty."""
+    if not untrusted:
+        raise ValueError("not empty")
+    try:
+        untrusted.encode()
+    except UnicodeEncodeError:
+        raise ValueError("UTF-8 text") from None
+    if "\0" in untrusted:
+        raise ValueError("text without NUL")
+    return untrusted
+
+
+def line(untrusted: str) -> str:
+    """Text of one printable line."""
+    if not text(untrusted).isprintable():
+        raise ValueError("one line of printable text")
+    return untrusted
+
+
+def target(untrusted: str) -> Target:
+    who, colon, path = untrusted.partition(":")
+    values.name(who)
+    if not colon:
+        return Target(who, None)
+    if not path.startswith("/") or len(path) > 4096 or not path.isprintable():
+        raise ValueError("NAME or NAME:/path with an absolute path in the guest")
+    return Target(who, path)
+
+
+def forward(untrusted: str) -> Forward:
+    rule = "[ADDR:]HOSTPORT:GUESTPORT"
+    parts = re.fullmatch(
+        r"(?:(\[[0-9a-fA-F:.]+\]|[0-9.]+):)?([0-9]{1,5}):([0-9]{1,5})", untrusted, re.ASCII
+    )
+    if parts is None:
+        raise ValueError(rule)
+    import ipaddress
+
+    address = (parts[1] or "127.0.0.1").strip("[]")
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        raise ValueError(f"{rule} with an IPv4 address or an IPv6 address in brackets") from None
+    host, guest = int(parts[2]), int(parts[3])
+    if host > 65535 or not 1 <= guest <= 65535:
+        raise ValueError(f"{rule} with ports up to 65535")
+    return Forward(address, host, guest)
+
+
+_HOST: Final = re.compile(r"(?=.{1,253}\Z)[a-zA-Z0-9_](?:[a-zA-Z0-9_.-]*[a-zA-Z0-9_.])?", re.ASCII)
+
+
+def destination(untrusted: str) -> Destination:
+    rule = "HOST or HOST:PORT, an IPv6 address in brackets"
+    bracketed = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](?::([0-9]{1,5}))?", untrusted, re.ASCII)
+    plain = re.fullmatch(r"([^:\[\]]+)(?::([0-9]{1,5}))?", untrusted)
+    found = bracketed or plain
+    if found is None or (plain is not None and not _HOST.fullmatch(found[1])):
+        raise ValueError(rule)
+    if bracketed is not None:
+        import ipaddress
+
+        try:
+            ipaddress.IPv6Address(found[1])
+        except ValueError:
+            raise ValueError(rule) from None
+    port = int(found[2]) if found[2] is not None else 443
+    if not 1 <= port <= 65535:
+        raise ValueError("a port from 1 to 65535")
+    return Destination(found[1], port)
+
+
+_AGO: Final = re.compile(r"([0-9]{1,9})([smhd])", re.ASCII)
+_AGO_MS: Final = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+
+
+def moment(untrusted: str) -> int:
+    """Unix milliseconds of an RFC 3339 time with zone, or of so long ago: 90s, 15m, 2h, 7d."""
+    rule = "an RFC 3339 time such as 2026-11-29T21:00:00Z, or so long ago: 90s, 15m, 2h, 7d"
+    ago = _AGO.fullmatch(untrusted)
+    if ago is not None:
+        import time
+
+        return max(0, int(time.time() * 1000) - int(ago[1]) * _AGO_MS[ago[2]])
+    if not re.fullmatch(
+        r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,6})?"
+        r"(?:[Zz]|[+-][0-9]{2}:[0-9]{2})",
+        untrusted,
+        re.ASCII,
+    ):
+        raise ValueError(rule)
+    from datetime import datetime
+
+    try:
+        value = datetime.fromisoformat(untrusted.upper())
+    except ValueError:
+        raise ValueError(rule) from None
+    return max(0, int(value.timestamp() * 1000))
+
+
+def environment(untrusted: str) -> tuple[str, str]:
+    found = re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", text(untrusted), re.ASCII | re.DOTALL)
+    if found is None:
+        raise ValueError("NAME=VALUE")
+    return found[1], found[2]
+
+
+def detach_keys(untrusted: str) -> tuple[int, ...]:
+    """The bytes of a detach sequence: ``ctrl-p,ctrl-q``, or single characters."""
+    keys = []
+    for key in untrusted.split(","):
+        control = re.fullmatch(r"ctrl-([a-z@\[\\\]^_])", key, re.ASCII)
+        if control is not None:
+            keys.append(ord(control[1].upper()) & 0x1F)
+        elif len(key) == 1 and key.isascii() and key.isprintable():
+            keys.append(ord(key))
+        else:
+            raise ValueError(f"keys joined by commas, such as {DEFAULT_DETACH_KEYS}")
+    return tuple(keys)
+
+
+def session(untrusted: str) -> str:
+    """The id of a session, made up by a harness: opaque, printable, not long."""
+    if len(untrusted) > 256:
+        raise ValueError("at most 256 characters")
+    return line(untrusted)
