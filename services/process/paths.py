@@ -1,0 +1,187 @@
+"""Where everything lies: two directories, and fixed names below them.
+
+The runtime directory holds sockets and what is made anew at each start; the state directory
+holds what must outlast a reboot. Both are private to one account. The names are the same
+inside a service's mount namespace and outside it, so a path in a log means one thing.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+SERVICES: Final = ("registry", "store", "broker", "netstack", "channel", "engine")
+ROLES: Final = (*SERVICES, "operator")
+
+NAME: Final = "agent-box"
+SOCKET_PATH_MAX: Final = 107  # bytes; sockaddr_un.sun_path less its terminating NUL (unix(7))
+_LONGEST_SOCKET: Final = "bus/registry/events"
+
+
+class PathsError(Exception):
+    """The runtime or state directory cannot be used. One line that names it; exit code 2."""
+
+    exit: Final = 2
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The two roots, and every name below them. Making one touches nothing.
+
+    Args:
+        runtime: absolute; usually ``$XDG_RUNTIME_DIR/agent-box``.
+        state: absolute; usually ``~/.local/state/agent-box``.
+    """
+
+    runtime: Path
+    state: Path
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Paths:
+        """The paths that an environment names (XDG Base Directory Specification 0.8).
+
+        Nothing is created. There is no fallback to /tmp: another account could own it first.
+
+        Raises:
+            PathsError: XDG_RUNTIME_DIR is unset, relative, missing, not a directory, not ours
+                or open to others; the state directory is relative or not ours; a socket's
+                path would not fit in `SOCKET_PATH_MAX` bytes.
+        """
+        untrusted_runtime = env.get("XDG_RUNTIME_DIR", "")
+        if not untrusted_runtime:
+            raise PathsError("XDG_RUNTIME_DIR is not set: log in through a session that sets it")
+        _refuse_unless_private("XDG_RUNTIME_DIR", untrusted_runtime)
+        untrusted_state = env.get("XDG_STATE_HOME", "")
+        if not untrusted_state:
+            home = env.get("HOME", "")
+            if not home:
+                raise PathsError("neither XDG_STATE_HOME nor HOME is set")
+            if not os.path.isabs(home):
+                raise PathsError(f"HOME is not an absolute path: {home}")
+            untrusted_state = f"{home}/.local/state"
+        elif not os.path.isabs(untrusted_state):
+            raise PathsError(f"XDG_STATE_HOME is not an absolute path: {untrusted_state}")
+        return cls.checked(Path(untrusted_runtime) / NAME, Path(untrusted_state) / NAME)
+
+    @classmethod
+    def checked(cls, runtime: Path, state: Path) -> Paths:
+        """Paths below two given directories, normalised without following symbolic links.
+
+        Raises:
+            PathsError: one is relative, has characters that a path of ours must not have, or
+                is too long for a socket.
+        """
+        for path in (runtime, state):
+            if not path.is_absolute():
+                raise PathsError(f"not an absolute path: {path}")
+            if not str(path).isprintable():
+                raise PathsError(f"control characters in the path {str(path)!r}")
+        runtime, state = Path(os.path.normpath(runtime)), Path(os.path.normpath(state))
+        longest = os.fsencode(runtime / _LONGEST_SOCKET)
+        if len(longest) > SOCKET_PATH_MAX:
+            raise PathsError(
+                f"{runtime} is too long: a socket below it would need {len(longest)} bytes, "
+                f"and {SOCKET_PATH_MAX} is the most"
+            )
+        return cls(runtime, state)
+
+    def bus(self, service: str) -> Path:
+        """The directory of a service's sockets. Callers see it read-only."""
+        return self.runtime / "bus" / service
+
+    def sock(self, service: str) -> Path:
+        return self.bus(service) / "sock"
+
+    def doorbell(self, service: str) -> Path:
+        return self.bus(service) / "events"
+
+    @property
+    def supervisor(self) -> Path:
+        """supervisord's socket and configuration, and the filters. No service sees it."""
+        return self.runtime / "supervisor"
+
+    @property
+    def host_files(self) -> Path:
+        """Copies of the host's resolver files, for services that use the host's network."""
+        return self.runtime / "host"
+
+    @property
+    def lock(self) -> Path:
+        return self.state / "daemon.lock"
+
+    def keys(self, role: str) -> Path:
+        """The directory of a role's secret key. Only that role sees it."""
+        return self.state / "keys" / role
+
+    @property
+    def public_keys(self) -> Path:
+        return self.state / "keys" / "public"
+
+    def data(self, service: str) -> Path:
+        """The only place where a service may keep anything."""
+        return self.state / "services" / service
+
+    def log(self, service: str) -> Path:
+        return self.state / "logs" / f"{service}.log"
+
+    def make(self) -> None:
+        """Creates the directories that every start needs, each 0700. Twice is as once.
+
+        Raises:
+            PathsError: one exists and is not a directory of ours that is closed to others, or
+                cannot be made (a full or read-only disk); the line names it.
+        """
+        for directory in (
+            self.runtime,
+            self.runtime / "bus",
+            self.supervisor,
+            self.host_files,
+            self.state,
+            self.state / "keys",
+            self.public_keys,
+            self.state / "services",
+            self.state / "logs",
+            *(self.bus(service) for service in SERVICES),
+            *(self.data(service) for service in SERVICES),
+            *(self.keys(role) for role in ROLES),
+        ):
+            make_private(directory)
+
+
+def make_private(directory: Path) -> None:
+    """Creates one directory with mode 0700, parents too, or checks the one that is there.
+
+    Raises:
+        PathsError: it cannot be made, or is not ours, or is open to others.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise PathsError(f"cannot make {directory}: {error.strerror}") from error
+    _refuse_unless_private("the directory", str(directory))
+
+
+def _refuse_unless_private(what: str, untrusted_path: str) -> None:
+    if not os.path.isabs(untrusted_path):
+        raise PathsError(f"{what} is not an absolute path: {untrusted_path}")
+    try:
+        found = os.lstat(untrusted_path)
+        if stat.S_ISLNK(found.st_mode) and what == "XDG_RUNTIME_DIR":
+            found = os.stat(untrusted_path)  # some hosts link it; the target must be private
+    except OSError as error:
+        raise PathsError(f"{what} {untrusted_path}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise PathsError(f"{what} {untrusted_path} is not a directory")
+    if found.st_uid != os.geteuid():
+        raise PathsError(f"{what} {untrusted_path} belongs to another account")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise PathsError(f"{what} {untrusted_path} is open to others (mode {mode:04o}, not 0700)")
+    if not os.access(untrusted_path, os.W_OK | os.X_OK):
+        raise PathsError(f"{what} {untrusted_path} is not writable")
