@@ -16,7 +16,13 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-BASE_METHODS: Final = ("hello", "ping", "drain", "outcome")  # every service answers these
+BASE_METHODS: Final = (  # every service answers these
+    "hello",
+    "ping",
+    "drain",
+    "outcome",
+    "confinement",
+)
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,317 @@
+"""The envelope: three frames, `AB1`, a header and a body, and every way to refuse them.
+
+No socket here. What arrives is `untrusted_...` until one of the decoders returned. The order
+of the refusals is the order of their cost: bytes are counted before they are parsed (the
+transport cuts what is larger than `FRAME_MAX` and never hands it over), parsed under caps
+before they are looked at, looked at before they are given a type.
+
+A header says which of a few things the message is (`op`), to which call it belongs (`id`,
+chosen by the caller, unique on a connection) and which process it was meant for or came from
+(`epoch`, random at every start). A request that was meant for an earlier process is answered
+`Stale` and not begun, so a caller can always tell "not begun" from "begun and lost".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from math import isfinite
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
+
+import msgpack
+import msgspec
+
+from agent_box.bus.errors import MESSAGE_MAX, Reason, Refusal
+from agent_box.bus.schema import Wire
+
+MAGIC: Final = b"AB1"
+EPOCH_BYTES: Final = 16
+REQUEST_ID_BYTES: Final = 16
+HEADER_MAX: Final = 512  # bytes
+BODY_MAX: Final = 1 << 20  # bytes; what is larger is read in pieces with a cursor
+FRAME_MAX: Final = BODY_MAX + 128  # what CURVE adds to a frame, rounded up
+DEPTH_MAX: Final = 16  # maps and lists inside each other
+STR_MAX: Final = 256 * 1024  # bytes of one string
+ITEMS_MAX: Final = 65_536  # of one list
+FIELDS_MAX: Final = 4_096  # of one map
+ID_MAX: Final = (1 << 53) - 1
+NS: Final = 1_000_000_000
+
+
+class WireError(ValueError):
+    """Bytes that are not a message of this protocol.
+
+    Its text names the place and the rule that was broken, never a value.
+    """
+
+
+def now_ns() -> int:
+    """CLOCK_BOOTTIME in nanoseconds: one clock for all processes of a host, suspend included."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=ID_MAX)]
+Epoch: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=EPOCH_BYTES, max_length=EPOCH_BYTES)]
+RequestId: TypeAlias = Annotated[
+    bytes, msgspec.Meta(min_length=REQUEST_ID_BYTES, max_length=REQUEST_ID_BYTES)
+]
+MethodName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Time: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="op"):
+    version: Literal[1]
+    id: Id
+
+
+# From the caller.
+
+
+class Greet(Header, frozen=True, tag="greet"):
+    """Asks for the epoch, first of all on a connection. Any authenticated role may."""
+
+
+class Call(Header, frozen=True, tag="call"):
+    epoch: Epoch
+    method: MethodName
+    deadline: Time  # CLOCK_BOOTTIME, nanoseconds
+    request_id: RequestId | None  # with `Kind.ONCE`, and only then
+
+
+class Open(Header, frozen=True, tag="open"):
+    """Opens a stream; the items that the callee may send at once are `credit`."""
+
+    epoch: Epoch
+    method: MethodName
+    deadline: Time
+    credit: Count
+
+
+class Cancel(Header, frozen=True, tag="cancel"):
+    """The caller is no longer interested in this call or stream."""
+
+
+# From the callee.
+
+
+class Welcome(Header, frozen=True, tag="welcome"):
+    epoch: Epoch
+
+
+class Reply(Header, frozen=True, tag="reply"):
+    """The end of a call or a stream; the body is the method's reply type."""
+
+    epoch: Epoch
+
+
+class Failure(Header, frozen=True, tag="failure"):
+    """The end of a call or a stream; the body is a `Problem`."""
+
+    epoch: Epoch
+
+
+class Stale(Header, frozen=True, tag="stale"):
+    """Not begun: the request was meant for an earlier process."""
+
+    epoch: Epoch
+
+
+class Away(Header, frozen=True, tag="away"):
+    """Not begun: this process finishes and takes no more. The next one will."""
+
+    epoch: Epoch
+
+
+class Probe(Header, frozen=True, tag="probe"):
+    """Means nothing; whether it can be sent tells the callee if the caller is still there."""
+
+
+# Both ways, within a stream.
+
+
+class Item(Header, frozen=True, tag="item"):
+    """One item; the body is the stream's `up` or `down` type."""
+
+
+class Credit(Header, frozen=True, tag="credit"):
+    """The receiver of a direction has room for `n` more."""
+
+    n: Count
+
+
+class End(Header, frozen=True, tag="end"):
+    """The caller sends no more items on this stream."""
+
+
+FromCaller: TypeAlias = Greet | Call | Open | Cancel | Item | Credit | End
+FromCallee: TypeAlias = Welcome | Reply | Failure | Stale | Away | Probe | Item | Credit
+
+
+class Problem(Wire, frozen=True):
+    """A `Refusal` on its way."""
+
+    reason: Reason
+    message: Annotated[str, msgspec.Meta(max_length=MESSAGE_MAX)]
+    facts: Annotated[dict[str, str], msgspec.Meta(max_length=32)]
+    id: Annotated[str, msgspec.Meta(max_length=64)] | None
+
+
+H = TypeVar("H")
+W = TypeVar("W", bound=Wire)
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode_header(header: Header) -> bytes:
+    """The bytes of a header. Raises WireError when a field is out of its range."""
+    encoded = _encode(header)
+    if len(encoded) > HEADER_MAX:
+        raise WireError("the header is too large")
+    return encoded
+
+
+def encode_body(value: Wire) -> bytes:
+    """The bytes of a body.
+
+    Raises:
+        WireError: larger than `BODY_MAX`, or text that is not Unicode.
+    """
+    try:
+        encoded = _encode(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"{type(value).__name__} cannot be encoded") from error
+    if len(encoded) > BODY_MAX:
+        raise WireError(f"{type(value).__name__} is larger than {BODY_MAX} bytes")
+    return encoded
+
+
+def decode_from_caller(untrusted_frames: Sequence[bytes]) -> tuple[FromCaller, bytes]:
+    """The header of a request and its body, still packed and untrusted.
+
+    Raises:
+        WireError: anything else than a request of this protocol.
+    """
+    return _decode(untrusted_frames, FromCaller)
+
+
+def decode_from_callee(untrusted_frames: Sequence[bytes]) -> tuple[FromCallee, bytes]:
+    """The header of a reply and its body, still packed and untrusted.
+
+    Raises:
+        WireError: anything else than a reply of this protocol.
+    """
+    return _decode(untrusted_frames, FromCallee)
+
+
+def decode_body(untrusted_body: bytes, into: type[W]) -> W:
+    """A body as its declared type.
+
+    Raises:
+        WireError: malformed, too large, too deep, a duplicate, unknown or missing field, a
+            value of another type, NaN or an infinity.
+    """
+    size = len(untrusted_body)
+    if size > BODY_MAX:
+        raise WireError(f"the body is larger than {BODY_MAX} bytes")
+    tree = _unpack(untrusted_body, size)
+    if type(tree) is not dict:
+        raise WireError("the body is not a map")
+    if tree:
+        _look(tree, 1)
+    return _convert(tree, into)
+
+
+def to_refusal(untrusted_body: bytes) -> Refusal:
+    """What a `Failure` says. Raises WireError."""
+    problem = decode_body(untrusted_body, Problem)
+    return Refusal(problem.reason, problem.message, facts=problem.facts, id=problem.id)
+
+
+def encode_refusal(refusal: Refusal) -> bytes:
+    """The body of a `Failure`. Facts that do not fit are left out rather than the answer."""
+    problem = Problem(
+        reason=refusal.reason,
+        message=refusal.message,
+        facts=dict(list(refusal.facts.items())[:32]),
+        id=refusal.id,
+    )
+    try:
+        return encode_body(problem)
+    except WireError:
+        message = refusal.message.encode("utf-8", "replace").decode()
+        return _encode(
+            Problem(reason=refusal.reason, message=message[:MESSAGE_MAX], facts={}, id=refusal.id)
+        )
+
+
+def _decode(untrusted_frames: Sequence[bytes], into: Any) -> tuple[Any, bytes]:
+    if len(untrusted_frames) != 3:
+        raise WireError("a message has three frames")
+    magic, untrusted_header, untrusted_body = untrusted_frames
+    if magic != MAGIC:
+        raise WireError("another protocol or version")
+    size = len(untrusted_header)
+    if size > HEADER_MAX:
+        raise WireError("the header is too large")
+    # Every field of a header is a scalar, so its type alone refuses depth and NaN.
+    return _convert(_unpack(untrusted_header, size), into), untrusted_body
+
+
+def _unpack(untrusted: bytes, size: int) -> Any:
+    try:
+        return msgpack.unpackb(
+            untrusted,
+            raw=False,
+            strict_map_key=True,
+            object_pairs_hook=_no_duplicates,
+            ext_hook=_no_ext,
+            max_ext_len=0,
+            max_buffer_size=size,
+            max_str_len=min(size, STR_MAX),
+            max_bin_len=size,
+            max_array_len=min(size, ITEMS_MAX),
+            max_map_len=min(size, FIELDS_MAX),
+        )
+    except WireError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not msgpack within the caps ({type(error).__name__})") from None
+
+
+def _no_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise WireError("a key stands twice in a map")
+    return made
+
+
+def _no_ext(_code: int, _data: bytes) -> Any:
+    raise WireError("an extension type")
+
+
+def _look(value: Any, depth: int) -> None:
+    if depth > DEPTH_MAX:
+        raise WireError(f"nested deeper than {DEPTH_MAX}")
+    for inner in value.values() if type(value) is dict else value:
+        kind = type(inner)
+        if kind is dict or kind is list:
+            if inner:
+                _look(inner, depth + 1)
+        elif kind is float and not isfinite(inner):
+            raise WireError("a number that is not finite")
+
+
+def _convert(tree: Any, into: type[H]) -> H:
+    try:
+        return msgspec.convert(tree, into, strict=True, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise WireError(_without_value(str(error))) from None
+
+
+def _without_value(text: str) -> str:
+    """msgspec quotes a value that is not in an enumeration. A value may be a secret."""
+    what, at, where = text.partition(" - at ")
+    if what.startswith("Invalid "):
+        what = "Invalid value"
+    return f"{what}{at}{where}"[:MESSAGE_MAX]
