@@ -12,6 +12,8 @@ where it stopped; nothing is lost or doubled when the caller or this service sta
 
 from __future__ import annotations
 
+from typing import Literal
+
 from agent_box.bus.schema import Contract, Data, Empty, Event, Kind, Method, Stream, Wall, Wire
 
 
@@ -50,7 +52,7 @@ class Attach(Wire, frozen=True):
     terminal: str | None  # an existing one to join; None opens a new one
     offset: int  # of the first output byte wanted; 0 with a new terminal
     shell: bool  # a shell; otherwise the harness's own terminal program
-    user: str  # agent or root
+    user: Literal["agent", "root"]
     directory: str | None  # in the guest; None is the usual one
     term: str  # the value of TERM
     size: Size
@@ -71,14 +73,15 @@ class Shown(Wire, frozen=True):
 
 
 class Ended(Wire, frozen=True):
-    how: str  # exited, signalled, taken (a newer attachment), timed-out or left-running
+    # taken: by a newer attachment; left-running: the instance was paused or stopped
+    how: Literal["exited", "signalled", "taken", "timed-out", "left-running"]
     status: int | None  # with exited
     signal: int | None  # with signalled
 
 
 class Terminal(Wire, frozen=True):
     terminal: str
-    user: str
+    user: Literal["agent", "root"]
     attached: bool
 
 
@@ -89,7 +92,7 @@ class Terminals(Wire, frozen=True):
 class Exec(Wire, frozen=True):
     instance: str
     argv: list[bytes]
-    user: str  # agent or root
+    user: Literal["agent", "root"]
     directory: str | None
     timeout_ms: int | None
 
@@ -102,7 +105,7 @@ class ExecInput(Wire, frozen=True):
 
 
 class ExecOutput(Wire, frozen=True):
-    source: str  # stdout or stderr
+    source: Literal["stdout", "stderr"]
     offset: int  # within its source
     data: bytes
 
@@ -137,7 +140,7 @@ class Update(Wire, frozen=True):
 
 
 class RunEnd(Wire, frozen=True):
-    how: str  # stopped, timed-out, cancelled, left-running or failed
+    how: Literal["stopped", "timed-out", "cancelled", "left-running", "failed"]
     stop_reason: str | None  # with stopped: the harness's word, e.g. end_turn
 
 

@@ -13,6 +13,8 @@ which ports it may have.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from agent_box.bus.schema import Contract, Data, Empty, Event, Kind, Method, Wall, Wire
 
 
@@ -22,10 +24,10 @@ class Gap(Wire, frozen=True):
 
 
 class Probed(Wire, frozen=True):
-    engine: str  # qemu or firecracker, as configured
-    accel: str  # kvm or tcg, as configured; never switched silently
+    engine: Literal["qemu", "firecracker"]  # as configured
+    accel: Literal["kvm", "tcg"]  # as configured; never switched silently
     version: str | None  # what the program said when it was run; None when it could not be
-    helper: str  # user or system, as configured
+    helper: Literal["user", "system"]  # as configured
     protocol: int | None  # of the helper; None when it did not answer
     gaps: list[Gap]  # empty: a boot may be tried
 
@@ -59,7 +61,7 @@ class Boot(Wire, frozen=True):
 
 class Observed(Wire, frozen=True):
     instance: str
-    state: str  # stopped, running or paused: of the VMM, not of what the guest says
+    state: Literal["stopped", "running", "paused"]  # of the VMM, not what a guest says
     boot: int | None  # of the VMM that runs or ran last; None when none ever ran
     exit_status: int | None  # how the last VMM ended; both None while one runs, or none ran
     exit_signal: int | None
