@@ -25,7 +25,7 @@ class Gap(Wire, frozen=True):
 
 class Probed(Wire, frozen=True):
     engine: Literal["qemu", "firecracker"]  # as configured
-    accel: Literal["kvm", "tcg"]  # as configured; never switched silently
+    accel: Literal["kvm", "tcg"] | None  # never switched silently; None: not chosen yet
     version: str | None  # what the program said when it was run; None when it could not be
     helper: Literal["user", "system"]  # as configured
     protocol: int | None  # of the helper; None when it did not answer
