@@ -180,7 +180,7 @@ def parse_target(untrusted_text: str, *, wildcard: bool) -> Target:
         where, colon, after = text.partition(":")
         port_text = after if colon else None
     if port_text is None:
-        ranges = ((PORT_DEFAULT, PORT_DEFAULT),)
+        ranges = ports([PORT_DEFAULT])
     else:
         try:
             ranges = ports(port_text.split(","))
@@ -219,6 +219,8 @@ def _port_range(item: object) -> tuple[int, int]:
 def _to_ascii(untrusted_name: str, name: str) -> str:
     import idna  # half a megabyte of tables, needed only for a name that is not ASCII
 
+    if not name.isprintable():  # the mapping would drop invisible characters without a word
+        raise ValueError(f"{_shown(untrusted_name)} has an invisible character")
     try:
         return idna.encode(name, uts46=True, transitional=False, std3_rules=True).decode()
     except (idna.IDNAError, UnicodeError) as error:

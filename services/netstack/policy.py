@@ -312,6 +312,10 @@ def _load_rule(rule: Rule) -> _Loaded:
         )
         if target.host is not None and egress.in_broker_zone(target.host):
             raise ValueError(f"names in {egress.BROKER_ZONE} are the broker's")
+        written = (rule.host, rule.network, [tuple(pair) for pair in rule.ports])
+        network = None if target.network is None else str(target.network)
+        if written != (target.host, network, list(ports)):
+            raise ValueError(f"is not written in the one form of {str(target)!r}")
         action = Action(rule.action)
         proper = egress.rule_id(action, target, sni=rule.sni, allow_reserved=rule.allow_reserved)
         if rule.id != proper:
