@@ -8,8 +8,9 @@ HOW A VERB IS ADDED. Put it into the table in `verbs` with its arguments, and gi
         ...
         out.result({"name": name, "state": "stopped"}, f"{name} created")
 
-- The keywords are the arguments' `dest`: parsed (a size is bytes, a TARGET is a
-  `values.Target`), None when left out, a list for `many`, a bool for a switch.
+- The keywords are the arguments' `dest`: parsed (a size is bytes, NAME[:/path] is a
+  `values.Place`, a rule or a destination an `egress.Target`), None when left out, a list for
+  `many`, a bool for a switch.
 - It answers by exactly one `out.result(dict, text)`, or by `out.item(...)` lines and one
   `out.end()`; `text` is for people and may be empty. `out.progress` and `out.warning` speak
   on stderr. Nothing else prints.
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from agent_box.cli import verbs
 from agent_box.cli.render import Failure, ReaderGone, Render, Usage, clean, plug_descriptors
+from agent_box.cli.values import Said
 
 if TYPE_CHECKING:
     from agent_box.cli.verbs import Verb
@@ -83,7 +85,7 @@ def _answer(args: list[str], out: Render) -> int:
 
 def _spoken(args: Sequence[str]) -> str:
     """The verb as it was written, for the error about a verb that does not exist."""
-    words = []
+    words: list[str] = []
     for arg in args:
         if arg.startswith("-") or len(words) == 2:
             break
@@ -163,10 +165,11 @@ def _parsed(verb: Verb, arg: verbs.Arg, word: str) -> Any:
     try:
         return arg.parse(word)
     except ValueError as error:
+        told = f"{verb.name}: {arg.flag or arg.metavar}"
+        if isinstance(error, Said):
+            raise Usage(f"{told}: {error}") from None
         shown = word if len(word) <= 80 else word[:80] + "..."
-        raise Usage(
-            f"{verb.name}: {arg.flag or arg.metavar} cannot be {shown!r}: expected {error}"
-        ) from None
+        raise Usage(f"{told} must be {error}, not {shown!r}") from None
 
 
 def _body(verb: Verb) -> Any:
@@ -198,7 +201,8 @@ def _failure(error: Exception) -> Failure:
         return Failure(2, "config-invalid", str(error))
     known = _of_loaded("agent_box.process.paths", "PathsError")
     if known is not None and isinstance(error, known):
-        return Failure(2, "runtime-dir-missing", str(error))
+        runtime = str(error).startswith("XDG_RUNTIME_DIR")
+        return Failure(2, "runtime-dir-missing" if runtime else "state-dir", str(error))
     return _defect(error)
 
 

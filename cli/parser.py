@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import typer
+
 from agent_box.cli.render import Usage
 from agent_box.cli.verbs import Arg, Verb
 
 # typer has carried click inside since 0.26 and used the package before: this is the base of
 # every mistake in a command line in both.
-_MISTAKE: Final = typer.BadParameter.__mro__[1]
+_MISTAKE: Final = cast(type[Exception], typer.BadParameter.__mro__[1])
 
 _JSON: Final = Arg("json", "--json", "", None, "print JSON on stdout")
 

@@ -1,28 +1,34 @@
 """The values on a command line: from text to what a verb's body gets.
 
-A parser raises `ValueError` whose message is the rule; `verbs` puts the argument's name and
-the value in front of it. Nothing is looked up here: that a name exists is the body's affair.
+A parser raises `ValueError` whose message is the rule, which `main` puts between the name of
+the argument and the value, or `Said` with a sentence. Nothing is looked up here: that a
+name exists is the body's affair.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from agent_box.config import values
+
+if TYPE_CHECKING:
+    from agent_box.config.egress import Target
 
 DEFAULT_DETACH_KEYS: Final = "ctrl-p,ctrl-q"
 SOURCES: Final = ("host-observed", "guest-channel", "agent-reported")
 
 Parser = Callable[[str], Any]
 
+Said = values.Said
 name = values.name
+credential = values.credential
 memory = values.memory
 disk = values.disk
 
 
-class Target(NamedTuple):
+class Place(NamedTuple):
     """NAME[:/path]. `path` is None when it was left out: /home/agent/work then applies."""
 
     name: str
@@ -35,13 +41,6 @@ class Forward(NamedTuple):
     address: str
     host: int
     guest: int
-
-
-class Destination(NamedTuple):
-    """HOST[:PORT] of `policy check`."""
-
-    host: str
-    port: int
 
 
 def integer(least: int, most: int) -> Parser:
@@ -87,14 +86,14 @@ def line(untrusted: str) -> str:
     return untrusted
 
 
-def target(untrusted: str) -> Target:
+def place(untrusted: str) -> Place:
     who, colon, path = untrusted.partition(":")
     values.name(who)
     if not colon:
-        return Target(who, None)
+        return Place(who, None)
     if not path.startswith("/") or len(path) > 4096 or not path.isprintable():
         raise ValueError("NAME or NAME:/path with an absolute path in the guest")
-    return Target(who, path)
+    return Place(who, path)
 
 
 def forward(untrusted: str) -> Forward:
@@ -117,27 +116,27 @@ def forward(untrusted: str) -> Forward:
     return Forward(address, host, guest)
 
 
-_HOST: Final = re.compile(r"(?=.{1,253}\Z)[a-zA-Z0-9_](?:[a-zA-Z0-9_.-]*[a-zA-Z0-9_.])?", re.ASCII)
+def rule(untrusted: str) -> Target:
+    """HOST[:PORTS][/PROTOCOL] of a policy's rule; ``*.x`` is everything below x."""
+    return _egress(untrusted, wildcard=True)
 
 
-def destination(untrusted: str) -> Destination:
-    rule = "HOST or HOST:PORT, an IPv6 address in brackets"
-    bracketed = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](?::([0-9]{1,5}))?", untrusted, re.ASCII)
-    plain = re.fullmatch(r"([^:\[\]]+)(?::([0-9]{1,5}))?", untrusted)
-    found = bracketed or plain
-    if found is None or (plain is not None and not _HOST.fullmatch(found[1])):
-        raise ValueError(rule)
-    if bracketed is not None:
-        import ipaddress
+def destination(untrusted: str) -> Target:
+    """HOST[:PORT][/PROTOCOL] of `policy check`: one name or address, one port."""
+    found = _egress(untrusted, wildcard=False)
+    whole = found.network is None or found.network.prefixlen == found.network.max_prefixlen
+    if not whole or len(found.ports) != 1 or found.ports[0][0] != found.ports[0][1]:
+        raise ValueError("one name or address with one port, such as example.com:443")
+    return found
 
-        try:
-            ipaddress.IPv6Address(found[1])
-        except ValueError:
-            raise ValueError(rule) from None
-    port = int(found[2]) if found[2] is not None else 443
-    if not 1 <= port <= 65535:
-        raise ValueError("a port from 1 to 65535")
-    return Destination(found[1], port)
+
+def _egress(untrusted: str, *, wildcard: bool) -> Target:
+    from agent_box.config import egress
+
+    try:
+        return egress.parse_target(untrusted, wildcard=wildcard)
+    except ValueError as error:
+        raise values.Said(str(error)) from None
 
 
 _AGO: Final = re.compile(r"([0-9]{1,9})([smhd])", re.ASCII)

@@ -142,12 +142,12 @@ def _setup(given: Mapping[str, Any]) -> None:
 
 NAME: Final = positional("NAME", values.name, "the instance")
 TARGET: Final = positional(
-    "TARGET", values.target, "NAME[:/path]: the instance and a directory in it"
+    "TARGET", values.place, "NAME[:/path]: the instance and a directory in it"
 )._replace(metavar="NAME[:/path]")
 VARIANTS: Final = positional(
     "VARIANT", values.name, "image variants", optional=True, many=True
 )._replace(dest="variants")
-CREDENTIAL: Final = positional("NAME", values.name, "the credential")
+CREDENTIAL: Final = positional("NAME", values.credential, "the credential")
 SERVICE: Final = positional(
     "NAME",
     values.one_of("registry", "store", "broker", "netstack", "channel", "engine"),

@@ -1,8 +1,8 @@
 """The small values that operators write, on the command line and in the config file.
 
 Each function takes the text and returns the value, or raises `ValueError` whose message is
-the rule that was broken, without the value: the caller knows where it came from and names
-it. Standard library only, and `re` alone of it.
+the rule that was broken, without the value, so that "must be {rule}" reads well: the caller
+knows where the value came from and names it. Standard library only, and `re` alone of it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,21 @@ from __future__ import annotations
 import re
 from typing import Final
 
+
+class Said(ValueError):
+    """A refusal whose message is a whole sentence, and not a rule to follow "must be"."""
+
+
 NAME_RULE: Final = (
     "1 to 63 lowercase letters, digits and hyphens, with a letter or digit at each end"
 )
 _NAME: Final = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+
+CREDENTIAL_RULE: Final = (
+    "1 to 64 lowercase letters, digits, dots, underscores and hyphens, "
+    "with a letter or digit at the start"
+)
+_CREDENTIAL: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
 
 SIZE_RULE: Final = "an integer and a unit, M or G, such as 512M or 8G"
 _SIZE: Final = re.compile(r"([1-9][0-9]{0,8})([MG])", re.ASCII)
@@ -33,6 +44,13 @@ def name(untrusted: str) -> str:
     return untrusted
 
 
+def credential(untrusted: str) -> str:
+    """A credential's name, as the store takes it."""
+    if not _CREDENTIAL.fullmatch(untrusted):
+        raise ValueError(CREDENTIAL_RULE)
+    return untrusted
+
+
 def size(untrusted: str) -> int:
     """Bytes. Units are binary: 30G is 30 GiB."""
     match = _SIZE.fullmatch(untrusted)
@@ -43,16 +61,16 @@ def size(untrusted: str) -> int:
 
 def memory(untrusted: str) -> int:
     """Bytes of an instance's memory."""
-    return _between(size(untrusted), MEMORY_MIN, MEMORY_MAX, "128M to 1024G")
+    return _between(size(untrusted), MEMORY_MIN, MEMORY_MAX, "a size from 128M to 1024G")
 
 
 def disk(untrusted: str) -> int:
     """Bytes of an instance's data disk."""
-    return _between(size(untrusted), DISK_MIN, DISK_MAX, "64M to 16384G")
+    return _between(size(untrusted), DISK_MIN, DISK_MAX, "a size from 64M to 16384G")
 
 
 def cpus(untrusted: int) -> int:
-    return _between(untrusted, 1, CPUS_MAX, f"1 to {CPUS_MAX}")
+    return _between(untrusted, 1, CPUS_MAX, f"an integer from 1 to {CPUS_MAX}")
 
 
 def _between(value: int, least: int, most: int, rule: str) -> int:
