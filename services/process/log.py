@@ -65,7 +65,7 @@ class Log:
             The id under which it stands in the log, which is all that a caller is told.
         """
         id = os.urandom(6).hex()
-        detail = {} if error is None else {"error": _describe(error)}
+        detail: dict[str, object] = {} if error is None else {"error": _describe(error)}
         self._line("error", event, {"id": id, **fields}, detail)
         return id
 
@@ -127,8 +127,8 @@ def install(log: Log) -> None:
 def _from_library(log: Log, record: logging.LogRecord) -> None:
     try:
         message = record.getMessage()
-    except Exception as error:  # noqa: BLE001 - a library's bad format string; it is logged
-        log.error("a log call that cannot be formatted", error=error, logger=record.name)
+    except Exception as mistake:  # noqa: BLE001 - a library's bad format string; it is logged
+        log.error("a log call that cannot be formatted", error=mistake, logger=record.name)
         return
     error = record.exc_info[1] if record.exc_info else None
     if record.levelno >= 40:
