@@ -1,0 +1,316 @@
+"""`agent-box doctor`: every probe, one line each, and the gaps by name.
+
+It starts nothing and changes nothing. A probe of this host does the real thing itself
+(`probes`); what only a service can know is asked of a daemon that runs, and said to be
+unknown when none does. A gap means that something will be refused, and never that something
+weaker is used in its place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from agent_box.cli import link, probes, version
+from agent_box.cli.probes import Line, gap, note, ok
+from agent_box.cli.render import Failure, Render
+from agent_box.config import search
+from agent_box.config.errors import ConfigError
+from agent_box.config.load import load
+from agent_box.process.paths import SERVICES, Paths, PathsError
+
+if TYPE_CHECKING:
+    from agent_box.bus.client import Client
+    from agent_box.config.model import Config
+    from agent_box.process.lock import Holder
+
+ANSWER_S: Final = 3.0  # for a service: long for one that works, short for a report
+
+
+def doctor(out: Render, *, strict: bool) -> None:
+    lines = list(report(os.environ))
+    gaps = _names(lines, "gap")
+    facts = {
+        "lines": [asdict(line) for line in lines],
+        "gaps": gaps,
+        "notes": _names(lines, "note"),
+    }
+    text = "\n".join([*map(_text, lines), f"gaps: {', '.join(gaps) or 'none'}"])
+    if strict and gaps:
+        message = f"{len(gaps)} gap{'s' if len(gaps) > 1 else ''}: {', '.join(gaps)}"
+        raise Failure(1, "gaps", message, text=text, **facts)
+    out.result(facts, text)
+
+
+def _names(lines: list[Line], status: str) -> list[str]:
+    return list(dict.fromkeys(line.name for line in lines if line.status == status and line.name))
+
+
+def _text(line: Line) -> str:
+    return f"{line.key}: {line.value}" + (f" [{line.status} {line.name}]" if line.name else "")
+
+
+def report(env: Mapping[str, str]) -> Iterator[Line]:
+    """The lines of the report, each as soon as its probe is done.
+
+    Raises:
+        ConfigError: AGENT_BOX_CONFIG names a file that is missing: whose report would it be?
+    """
+    config, lines = _config(env)
+    paths, missing = _paths(env)
+    yield ok("agent-box", f"{version.line().partition(' ')[2]}, {probes.triple()}", "this program")
+    yield from lines
+    yield from probes.account()
+    yield from probes.host()
+    yield from _engine(config)
+    daemon = _Daemon.look(paths, config) if paths is not None else None
+    yield from _helper(daemon, config)
+    yield from probes.jail()
+    yield from probes.seccomp()
+    yield from probes.landlock()
+    yield from probes.cgroup(needed=config.engine.helper == "system")
+    yield from probes.thp()
+    yield from _machines(config)
+    yield from probes.disk(_state(env))
+    yield from probes.swap()
+    if daemon is None:
+        yield ok("credentials", "unknown: there is no runtime directory", "none")
+        yield missing
+        yield ok("instances", "unknown: there is no runtime directory", "none")
+        return
+    yield from daemon.credentials(config)
+    yield from daemon.line()
+    for name in SERVICES:
+        yield from daemon.service(name)
+    yield from daemon.instances()
+
+
+# ------------------------------------------------------------- before anything is asked
+
+
+def _config(env: Mapping[str, str]) -> tuple[Config, list[Line]]:
+    """The config in force, or the built-in one beside the line that says why not yours."""
+    try:
+        path = search.find(env)
+    except ConfigError as error:
+        if env.get(search.VARIABLE):
+            raise
+        return load(None), [gap("config", str(error), "config-invalid", "search")]
+    try:
+        return load(path), [ok("config", "none" if path is None else str(path), "search and load")]
+    except ConfigError as error:
+        return load(None), [gap("config", str(error), "config-invalid", f"load {path}")]
+
+
+def _paths(env: Mapping[str, str]) -> tuple[Paths | None, Line]:
+    """Where everything lies; or None, and the line about the daemon that then cannot be."""
+    try:
+        return Paths.from_env(env), ok("daemon", "not running", "none")
+    except PathsError as error:
+        return None, gap("daemon", str(error), "runtime-dir-missing", "stat the directories")
+
+
+def _state(env: Mapping[str, str]) -> Path:
+    """The state directory, also where the runtime directory is missing."""
+    home = env.get("HOME") or os.path.expanduser("~")
+    return Path(env.get("XDG_STATE_HOME") or f"{home}/.local/state") / "agent-box"
+
+
+# --------------------------------------------------------------- engine and its surroundings
+
+
+def _engine(config: Config) -> Iterator[Line]:
+    if config.defaults.engine == "firecracker":
+        yield from probes.host_kernel()
+        yield from probes.virtualization(needed=True)
+        yield from probes.firecracker()
+    else:
+        yield from probes.virtualization(needed=config.engine.accel == "kvm")
+        yield from probes.qemu(config.engine.accel)
+
+
+def _machines(config: Config) -> Iterator[Line]:
+    """What holds by construction as long as no machine is started at all."""
+    reaches = {
+        "tcg": "the guest reaches QEMU's emulator",
+        "kvm": "the guest reaches KVM in the host kernel",
+        None: "the guest reaches KVM in the host kernel, or QEMU's emulator",
+    }[config.engine.accel]
+    yield ok("isolation", f"{reaches}; virtio-blk in QEMU, vsock in a process of ours", "design")
+    yield note("guest-kernel", "none is installed", "image-not-pulled", "this program")
+    yield note("image", "none is installed", "image-not-pulled", "this program")
+    policy = config.policies[config.profiles[config.defaults.profile].policy]
+    value = f"no machine runs, so no NIC and no shared filesystem; default policy {policy.mode}"
+    yield ok("egress", value, "load the config")
+    yield ok("forgery", "refused event frames 0, refused nonces 0: no guest has run", "design")
+
+
+def _helper(daemon: _Daemon | None, config: Config) -> Iterator[Line]:
+    """The helper shows itself to the engine alone, so the engine is asked."""
+    mode = config.engine.helper
+    if daemon is None or daemon.holder is None:
+        if mode == "user":
+            socket = None if daemon is None else daemon.place.paths.runtime / "helper" / "sock"
+        else:
+            socket = Path("/run/agent-box/helper.sock")
+        yield from probes.helper(mode, socket)
+        return
+    from agent_box.bus.schema import Empty
+    from agent_box.engine.contract import Probed
+
+    def ask(engine: Client) -> Iterator[Line]:
+        probed = engine.call("probe", Empty(), deadline_s=ANSWER_S)
+        assert isinstance(probed, Probed)
+        for found in probed.gaps:
+            yield gap("helper", found.text, found.name, "engine.probe")
+        if not probed.gaps and mode == "user":
+            value = (
+                f"user mode, protocol {probed.protocol}: each VM in its own user namespace, "
+                "but no uid of its own and no cgroup limits"
+            )
+            yield note("helper", value, "helper-user-mode", "engine.probe")
+        elif not probed.gaps:
+            yield ok("helper", f"system mode, protocol {probed.protocol}", "engine.probe")
+
+    yield from daemon.ask(
+        "engine",
+        ask,
+        lambda why: gap("helper", f"{mode} mode; {why}", "helper-missing", "engine.probe"),
+    )
+
+
+# ------------------------------------------------------------------ what a daemon can tell
+
+
+class _Daemon(NamedTuple):
+    """A daemon that runs, or the place where one would."""
+
+    place: link.Place
+    holder: Holder | None
+    agrees: bool  # it was started with the config file that our search finds
+
+    @classmethod
+    def look(cls, paths: Paths, config: Config) -> _Daemon:
+        place = link.Place(paths, Path(config.source) if config.source else None)
+        holder = link.holder(place)
+        return cls(place, holder, holder is None or (holder.config or "") == config.source)
+
+    def line(self) -> Iterator[Line]:
+        evidence = "/proc/locks"
+        if self.holder is None:
+            yield ok("daemon", "not running; the next verb starts it", evidence)
+            return
+        value = f"running, pid {self.holder.pid}, {self.place.paths.runtime}"
+        if self.agrees:
+            yield ok("daemon", value, evidence)
+        else:
+            theirs = f"the config {self.holder.config}" if self.holder.config else "no config"
+            yield gap("daemon", f"{value}, with {theirs}", "config-mismatch", evidence)
+
+    def ask(
+        self,
+        name: str,
+        question: Callable[[Client], Iterator[Line]],
+        otherwise: Callable[[str], Line],
+    ) -> Iterator[Line]:
+        """The lines of `question`, put to a service; or one line with why there is no answer."""
+        from agent_box.bus.errors import Refusal
+
+        if self.holder is None:
+            yield otherwise("unknown: no daemon runs")
+            return
+        try:
+            client = link.connect(self.place, name)
+        except Failure as failure:
+            yield otherwise(str(failure))
+            return
+        try:
+            lines = list(question(client))
+        except Refusal as refusal:
+            lines = [otherwise(refusal.message)]
+        finally:
+            client.close()
+        yield from lines
+
+    def service(self, name: str) -> Iterator[Line]:
+        from agent_box.bus.base import Hello
+        from agent_box.bus.schema import Empty
+
+        key, evidence = f"service-{name}", f"{name}.hello"
+        if self.holder is None:
+            yield ok(key, "not running", evidence)
+            return
+
+        def ask(client: Client) -> Iterator[Line]:
+            hello = client.call("hello", Empty(), deadline_s=ANSWER_S)
+            assert isinstance(hello, Hello)
+            if hello.ready and hello.problem is None:
+                yield ok(key, f"ready, epoch {hello.epoch.hex()}", evidence)
+            elif hello.ready:
+                value = f"ready, epoch {hello.epoch.hex()}; {hello.problem}"
+                yield note(key, value, "service-problem", evidence)
+            else:
+                why = hello.problem or "it does not say why"
+                yield gap(key, f"not ready: {why}", "service-failed", evidence)
+
+        yield from self.ask(name, ask, lambda why: gap(key, why, "service-failed", evidence))
+
+    def credentials(self, config: Config) -> Iterator[Line]:
+        from agent_box.bus.schema import Empty
+        from agent_box.store.contract import Credentials
+
+        used: dict[str, list[str]] = {}
+        for binding in config.bindings.values():
+            used.setdefault(binding.credential, []).append(binding.name)
+
+        def ask(store: Client) -> Iterator[Line]:
+            held = store.call("list", Empty(), deadline_s=ANSWER_S)
+            assert isinstance(held, Credentials)
+            where = f"store {self.place.paths.data('store')}, {held.protection}"
+            if held.problem is not None:
+                yield gap("credentials", f"{where}: {held.problem}", "store-failed", "store.list")
+                return
+            names = [c.name for c in held.credentials]
+            told = [f"{n} ({', '.join(used.get(n, ['no binding']))})" for n in names]
+            value = f"{where}{', locked' if held.locked else ''}; {', '.join(told) or 'none'}"
+            bad = [c.name for c in held.credentials if c.problem is not None]
+            missing = [f"{n} (for {', '.join(b)})" for n, b in used.items() if n not in names]
+            if bad:
+                value += f"; cannot be used: {', '.join(bad)}"
+                yield note("credentials", value, "credential-unusable", "store.list")
+            elif missing:
+                value += f"; missing: {', '.join(missing)}"
+                yield note("credentials", value, "credential-missing", "store.list")
+            elif held.locked:
+                value += "; `agent-box secret unlock` opens it"
+                yield note("credentials", value, "store-locked", "store.list")
+            else:
+                yield ok("credentials", value, "store.list")
+
+        yield from self.ask("store", ask, lambda why: ok("credentials", why, "store.list"))
+
+    def instances(self) -> Iterator[Line]:
+        from agent_box.bus.schema import Empty
+        from agent_box.registry.contract import Rows
+
+        def ask(registry: Client) -> Iterator[Line]:
+            rows = registry.call("list", Empty(), deadline_s=ANSWER_S)
+            assert isinstance(rows, Rows)
+            counts: dict[str, int] = {}
+            for row in rows.instances:
+                counts[row.state] = counts.get(row.state, 0) + 1
+            told = ", ".join(f"{state} {counts[state]}" for state in sorted(counts))
+            value = f"{len(rows.instances)}" + (f" ({told})" if told else "")
+            if rows.problems:
+                names = ", ".join(problem.name for problem in rows.problems)
+                value += f"; records that cannot be used: {names}"
+                yield gap("instances", value, "record-unusable", "registry.list")
+            elif "unknown" in counts:
+                yield note("instances", value, "instance-state-unknown", "registry.list")
+            else:
+                yield ok("instances", value, "registry.list")
+
+        yield from self.ask("registry", ask, lambda why: ok("instances", why, "registry.list"))
