@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from agent_box.cli import verbs
@@ -58,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _answer(args, out)
     except ReaderGone:
         return out.exit
+    except Failure as failure:  # stdout failed while it was told what had failed before
+        out.complain(failure.message)
+        return out.exit or failure.exit
+    except KeyboardInterrupt:  # once more
+        return INTERRUPTED
 
 
 def _answer(args: list[str], out: Render) -> int:
@@ -67,8 +72,6 @@ def _answer(args: list[str], out: Render) -> int:
             return 0
         out.verb = verb.name
         given = _parse(verb, rest)
-        if given is None:  # it was --help, and it is printed
-            return 0
         if not verb.body:
             raise Failure(
                 70, "not-implemented", f"{verb.name} is not implemented yet", entry=verb.entry
@@ -96,34 +99,20 @@ def _spoken(args: Sequence[str]) -> str:
 
 
 def _find(args: list[str], out: Render) -> tuple[Verb | None, list[str]]:
-    """The verb and the rest of the line. None when help or version was asked and printed."""
-    first = args[0] if args else ""
-    if first in ("--help", "-h"):
-        from agent_box.cli import help
-
-        out.text(help.overview())
-        return None, []
-    if first == "--version":
-        from agent_box.cli import version
-
-        out.text(version.line() + "\n")
+    """The verb and the rest of the line. None when help was asked, and printed."""
+    first, second = (*args, "", "")[:2]
+    if _told(first, second, args, out):
         return None, []
     if not first:
         raise Usage("which verb? `agent-box --help` lists them")
     if first == "--json":
         raise Usage("--json goes after the verb")
     if first.startswith("-"):
-        raise Usage(f"unknown flag {first}; `agent-box --help` lists the verbs")
+        raise Usage(f"unknown flag {first!r}; `agent-box --help` lists the verbs")
     if first in verbs.BY_NAME:
         return verbs.BY_NAME[first], args[1:]
     if first not in verbs.GROUPS:
-        raise Usage(f"unknown verb {first!r}{_nearest(first, verbs.BY_NAME)}")
-    second = args[1] if len(args) > 1 else ""
-    if second in ("--help", "-h"):
-        from agent_box.cli import help
-
-        out.text(help.overview(first))
-        return None, []
+        raise Usage(f"unknown verb {first!r}{_nearest(first, [*verbs.BY_NAME, *verbs.GROUPS])}")
     known = [name.partition(" ")[2] for name in verbs.BY_NAME if name.startswith(first + " ")]
     if not second or second.startswith("-"):
         raise Usage(f"{first}: which of {', '.join(known)}?")
@@ -132,20 +121,47 @@ def _find(args: list[str], out: Render) -> tuple[Verb | None, list[str]]:
     return verbs.BY_NAME[f"{first} {second}"], args[2:]
 
 
-def _nearest(word: str, known: Sequence[str] | Mapping[str, object]) -> str:
+def _told(first: str, second: str, args: list[str], out: Render) -> bool:
+    """Prints what is no verb: help, version, completions. False when none was asked."""
+    if first == "--version":
+        from agent_box.cli import version
+
+        out.plain(version.line() + "\n")
+        return True
+    if first == "--complete":
+        from agent_box.cli import completion
+
+        out.plain("".join(f"{line}\n" for line in completion.candidates(args[1:])))
+        return True
+    ours = args[: args.index("--")] if "--" in args else args
+    if "--help" not in ours and "-h" not in ours:
+        return False
+    from agent_box.cli import help
+
+    verb = verbs.BY_NAME.get(first) or verbs.BY_NAME.get(f"{first} {second}")
+    if verb is not None:
+        out.plain(help.verb(verb))
+    elif first in ("--help", "-h"):
+        out.plain(help.overview())
+    elif first in verbs.GROUPS and second in ("--help", "-h"):
+        out.plain(help.overview(first))
+    else:
+        return False  # help for what does not exist: the error that says so
+    return True
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
     from difflib import get_close_matches
 
-    close = get_close_matches(word, list(known), n=1)
+    close = get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _parse(verb: Verb, rest: list[str]) -> dict[str, Any] | None:
-    """The keywords of the body, or None when `--help` was asked and printed."""
+def _parse(verb: Verb, rest: list[str]) -> dict[str, Any]:
+    """The keywords of the body. Raises Usage."""
     from agent_box.cli import parser
 
     words = parser.words(verb, rest)
-    if words is None:
-        return None
     given = {arg.dest: _value(verb, arg, words[arg.dest]) for arg in verb.args}
     if verb.check is not None:
         verb.check(given)
@@ -180,8 +196,8 @@ def _body(verb: Verb) -> Any:
 
 
 def _fail(out: Render, failure: Failure) -> int:
-    if out.ended:  # the answer is out and stands; only the line and the code remain
-        out.warning(failure.message)
+    if out.ended:  # the one answer is given, or half of it; only the line and the code remain
+        out.complain(failure.message)
         return failure.exit
     out.error(failure.exit, failure.kind, failure.message, text=failure.text, **failure.facts)
     return failure.exit

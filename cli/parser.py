@@ -24,33 +24,13 @@ _MISTAKE: Final = cast(type[Exception], typer.BadParameter.__mro__[1])
 _JSON: Final = Arg("json", "--json", "", None, "print JSON on stdout")
 
 
-def words(verb: Verb, rest: Sequence[str]) -> dict[str, Any] | None:
+def words(verb: Verb, rest: Sequence[str]) -> dict[str, Any]:
     """The raw words of a command line by the `dest` of each argument.
-
-    None when `--help` was among them; it is printed then.
 
     Raises:
         Usage: unknown, missing or surplus arguments.
     """
     got: dict[str, Any] = {}
-    app = application(verb, got)
-    try:
-        code = app(
-            args=list(rest),
-            prog_name=f"agent-box {verb.name}",
-            standalone_mode=False,
-        )
-    except _MISTAKE as mistake:
-        raise Usage(f"{verb.name}: {_one_line(mistake)}") from None
-    except typer.Abort:
-        raise KeyboardInterrupt from None
-    if code == 130:  # typer's word for an interrupt while it parsed
-        raise KeyboardInterrupt
-    return got if got else None
-
-
-def application(verb: Verb, got: dict[str, Any]) -> typer.Typer:
-    """A typer application of this verb alone, which fills `got` when it is called."""
 
     def command(**given: Any) -> None:
         got.update(given)
@@ -59,9 +39,14 @@ def application(verb: Verb, got: dict[str, Any]) -> typer.Typer:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    text = verb.summary if not verb.detail else f"{verb.summary}\n\n{verb.detail}"
-    app.command(name=verb.name, help=text)(command)
-    return app
+    app.command(name=verb.name, add_help_option=False)(command)
+    try:
+        app(args=list(rest), prog_name=f"agent-box {verb.name}", standalone_mode=False)
+    except _MISTAKE as mistake:
+        raise Usage(f"{verb.name}: {_one_line(mistake)}") from None
+    if not got:  # typer swallows an interrupt
+        raise KeyboardInterrupt
+    return got
 
 
 def _parameter(arg: Arg) -> inspect.Parameter:

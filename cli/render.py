@@ -146,7 +146,7 @@ class Render:
         """Says no: one line on stderr and, with `--json`, the object. Verbs raise `Failure`."""
         self._end()
         self.exit = exit
-        self._err(f"agent-box: {clean(message)}")
+        self.complain(message)
         error = {"exit": exit, "kind": kind, "message": message, **facts}
         if not self.json:
             if text:
@@ -162,13 +162,21 @@ class Render:
         """One line to stderr, at once: what takes longer than a second says so."""
         self._err(clean(text))
 
+    def complain(self, message: str) -> None:
+        """The line on stderr that goes with an exit code that is not 0."""
+        self._err(f"agent-box: {clean(message)}")
+
     def warning(self, text: str) -> None:
         self._err(f"agent-box: warning: {clean(text)}")
 
     def text(self, text: str) -> None:
         """Text for people in pieces, as it comes, without a line feed of ours."""
         if not self.json:
-            self._out(clean_lines(text))
+            self.plain(text)
+
+    def plain(self, text: str) -> None:
+        """Text that `--json` does not change: help, the version, completions."""
+        self._out(clean_lines(text))
 
     # ------------------------------------------------------------------------ below
 

@@ -57,26 +57,32 @@ def integer(least: int, most: int) -> Parser:
     return parse
 
 
-def one_of(*words: str) -> Parser:
-    def parse(untrusted: str) -> str:
-        if untrusted not in words:
-            raise ValueError(f"one of {', '.join(words)}")
+class OneOf:
+    """A parser of one word of a fixed set."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def __call__(self, untrusted: str) -> str:
+        if untrusted not in self.words:
+            raise ValueError(f"one of {', '.join(self.words)}")
         return untrusted
 
-    return parse
+
+def word(untrusted: str) -> str:
+    """Anything that can be written as UTF-8, also nothing."""
+    try:
+        untrusted.encode()
+    except UnicodeEncodeError:
+        raise ValueError("UTF-8 text") from None
+    return untrusted
 
 
 def text(untrusted: str) -> str:
     """Anything that can be written as UTF-8, and is not empty."""
     if not untrusted:
-        raise ValueError("not empty")
-    try:
-        untrusted.encode()
-    except UnicodeEncodeError:
-        raise ValueError("UTF-8 text") from None
-    if "\0" in untrusted:
-        raise ValueError("text without NUL")
-    return untrusted
+        raise ValueError("text that is not empty")
+    return word(untrusted)
 
 
 def line(untrusted: str) -> str:

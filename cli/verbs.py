@@ -13,6 +13,8 @@ from typing import Any, Final, NamedTuple
 from agent_box.cli import values
 from agent_box.cli.render import Usage
 
+SERVICES: Final = ("registry", "store", "broker", "netstack", "channel", "engine")
+
 
 class Arg(NamedTuple):
     """One argument. `flag` is empty for a positional; `parse` is None for a switch."""
@@ -25,6 +27,7 @@ class Arg(NamedTuple):
     required: bool = False
     many: bool = False  # positional: any number of words; option: may be repeated
     default: str | None = None  # as if it had been written
+    complete: str = ""  # whose names complete it: a function of `completion`, or "files"
 
 
 class Verb(NamedTuple):
@@ -53,10 +56,25 @@ class Verb(NamedTuple):
 
 
 def positional(
-    metavar: str, parse: values.Parser, help: str, *, optional: bool = False, many: bool = False
+    metavar: str,
+    parse: values.Parser,
+    help: str,
+    *,
+    dest: str = "",
+    optional: bool = False,
+    many: bool = False,
+    complete: str = "",
 ) -> Arg:
-    dest = metavar.lower()
-    return Arg(dest, "", metavar, parse, help, required=not optional, many=many)
+    return Arg(
+        dest or metavar.lower(),
+        "",
+        metavar,
+        parse,
+        help,
+        required=not optional,
+        many=many,
+        complete=complete,
+    )
 
 
 def option(
@@ -67,9 +85,10 @@ def option(
     *,
     many: bool = False,
     default: str | None = None,
+    complete: str = "",
 ) -> Arg:
     dest = flag.strip("-").replace("-", "_")
-    return Arg(dest, flag, metavar, parse, help, many=many, default=default)
+    return Arg(dest, flag, metavar, parse, help, many=many, default=default, complete=complete)
 
 
 def switch(flag: str, help: str) -> Arg:
@@ -119,6 +138,8 @@ def _policy_set(given: Mapping[str, Any]) -> None:
 
 
 def _logs(given: Mapping[str, Any]) -> None:
+    if given["name"] is None and not given["verify"] and not given["head"]:
+        raise Usage("logs: NAME is missing")
     if given["verify"] or given["head"]:
         if given["verify"] and given["head"]:
             raise Usage("logs: give one of --verify and --head")
@@ -140,19 +161,20 @@ def _setup(given: Mapping[str, Any]) -> None:
 
 # ------------------------------------------------------------------- the table
 
-NAME: Final = positional("NAME", values.name, "the instance")
+NAME: Final = positional("NAME", values.name, "the instance", complete="instances")
+NEW: Final = positional("NAME", values.name, "the name of the new instance")
 TARGET: Final = positional(
-    "TARGET", values.place, "NAME[:/path]: the instance and a directory in it"
-)._replace(metavar="NAME[:/path]")
-VARIANTS: Final = positional(
-    "VARIANT", values.name, "image variants", optional=True, many=True
-)._replace(dest="variants")
-CREDENTIAL: Final = positional("NAME", values.credential, "the credential")
-SERVICE: Final = positional(
-    "NAME",
-    values.one_of("registry", "store", "broker", "netstack", "channel", "engine"),
-    "registry, store, broker, netstack, channel or engine",
+    "NAME[:/path]",
+    values.place,
+    "the instance, and a directory in it",
+    dest="target",
+    complete="instances",
 )
+VARIANTS: Final = positional(
+    "VARIANT", values.name, "image variants", dest="variants", optional=True, many=True
+)
+CREDENTIAL: Final = positional("NAME", values.credential, "the credential", complete="credentials")
+SERVICE: Final = positional("NAME", values.OneOf(*SERVICES), "the service")
 
 INSTANCES: Final = "Instances"
 WORK: Final = "Work in an instance"
@@ -168,9 +190,13 @@ VERBS: Final[tuple[Verb, ...]] = (
         INSTANCES,
         "Creates an instance; does not start it.",
         (
-            NAME,
+            NEW,
             option(
-                "--profile", "P", values.name, "template; else [defaults] profile, else default"
+                "--profile",
+                "P",
+                values.name,
+                "template; else [defaults] profile, else default",
+                complete="profiles",
             ),
             option("--cpus", "N", values.integer(1, 64), "virtual CPUs"),
             option("--memory", "SIZE", values.memory, "memory, e.g. 4G"),
@@ -226,11 +252,11 @@ VERBS: Final[tuple[Verb, ...]] = (
         INSTANCES,
         "The event log of an instance.",
         (
-            NAME,
+            NAME._replace(required=False),
             switch("--follow", "go on with new events until interrupted"),
             option("--since", "TIME", values.moment, "RFC 3339, or so long ago: 90s, 15m, 2h, 7d"),
             option("--tail", "N", values.integer(0, 1_000_000), "only the last N"),
-            option("--source", "SOURCE", values.one_of(*values.SOURCES), ", ".join(values.SOURCES)),
+            option("--source", "SOURCE", values.OneOf(*values.SOURCES), ", ".join(values.SOURCES)),
             switch("--verify", "check the hash chain of the journal"),
             switch("--head", "print the head of the chain, to be kept elsewhere"),
         ),
@@ -250,7 +276,7 @@ VERBS: Final[tuple[Verb, ...]] = (
             option(
                 "--user",
                 "USER",
-                values.one_of("agent", "root"),
+                values.OneOf("agent", "root"),
                 "agent or root; root needs --shell",
                 default="agent",
             ),
@@ -276,7 +302,7 @@ VERBS: Final[tuple[Verb, ...]] = (
         (
             TARGET,
             option(
-                "--user", "USER", values.one_of("agent", "root"), "agent or root", default="agent"
+                "--user", "USER", values.OneOf("agent", "root"), "agent or root", default="agent"
             ),
             option(
                 "--env", "K=V", values.environment, "set a variable; may be repeated", many=True
@@ -284,8 +310,8 @@ VERBS: Final[tuple[Verb, ...]] = (
             option("--timeout", "SECONDS", values.integer(1, 31_536_000), "then exit 124"),
             switch("--tty", "give the command a terminal"),
             positional(
-                "COMMAND", values.text, "the command and its arguments, after --", many=True
-            )._replace(metavar="CMD"),
+                "CMD", values.text, "the command and its arguments", dest="command", many=True
+            ),
         ),
         entry="terminal",
         streams=True,
@@ -334,11 +360,17 @@ VERBS: Final[tuple[Verb, ...]] = (
         "Changes the policy of an instance, live.",
         (
             NAME,
-            positional("POLICY", values.name, "a policy of the config file", optional=True),
+            positional(
+                "POLICY",
+                values.name,
+                "a policy of the config file",
+                optional=True,
+                complete="policies",
+            ),
             option(
                 "--mode",
                 "MODE",
-                values.one_of("deny", "allowlist", "open"),
+                values.OneOf("deny", "allowlist", "open"),
                 "deny, allowlist or open",
             ),
             option(
@@ -355,7 +387,7 @@ VERBS: Final[tuple[Verb, ...]] = (
                 "take an allow rule away; may be repeated",
                 many=True,
             ),
-            option("--file", "FILE", values.text, "a TOML file with one policy"),
+            option("--file", "FILE", values.text, "a TOML file with one policy", complete="files"),
             switch("--allow-open", "yes, mode open"),
             switch("--allow-reserved", "yes, a rule into a reserved range"),
             switch("--reset", "drop all changes; the config's policy applies"),
@@ -369,8 +401,8 @@ VERBS: Final[tuple[Verb, ...]] = (
         "Whether a destination is allowed: exit 0, else 1.",
         (
             NAME,
-            positional("DESTINATION", values.destination, "port 443 when left out")._replace(
-                metavar="HOST[:PORT]"
+            positional(
+                "HOST[:PORT]", values.destination, "port 443 when left out", dest="destination"
             ),
         ),
         body="policy:check",
@@ -381,8 +413,12 @@ VERBS: Final[tuple[Verb, ...]] = (
         "A port of this host leads into the instance.",
         (
             NAME,
-            positional("FORWARD", values.forward, "HOSTPORT 0: a free one", optional=True)._replace(
-                metavar="[ADDR:]HOSTPORT:GUESTPORT"
+            positional(
+                "[ADDR:]HOSTPORT:GUESTPORT",
+                values.forward,
+                "HOSTPORT 0: a free one",
+                dest="forward",
+                optional=True,
             ),
             switch("--public", "listen on an address that is not loopback"),
             switch("--list", "list the forwards"),
@@ -397,7 +433,7 @@ VERBS: Final[tuple[Verb, ...]] = (
         "Shows or writes the packets of an instance.",
         (
             NAME,
-            Arg("write", "-w", "FILE", values.text, "write a pcap file"),
+            Arg("write", "-w", "FILE", values.text, "write a pcap file", complete="files"),
             option("--filter", "EXPR", values.line, "only packets that match"),
             option("--count", "N", values.integer(1, 1_000_000_000), "end after N packets"),
         ),
@@ -427,7 +463,7 @@ VERBS: Final[tuple[Verb, ...]] = (
         (
             positional(
                 "TOOL",
-                values.one_of("claude", "codex", "opencode", "gh", "copilot"),
+                values.OneOf("claude", "codex", "opencode", "gh", "copilot"),
                 "claude, codex, opencode, gh or copilot",
             ),
         ),
@@ -443,7 +479,7 @@ VERBS: Final[tuple[Verb, ...]] = (
         (
             positional(
                 "PROTECTION",
-                values.one_of("key-file", "keyring", "systemd-creds", "passphrase"),
+                values.OneOf("key-file", "keyring", "systemd-creds", "passphrase"),
                 "key-file, keyring, systemd-creds or passphrase",
             ),
         ),
@@ -503,20 +539,34 @@ VERBS: Final[tuple[Verb, ...]] = (
         (switch("--strict", "exit 1 when there is a gap"),),
         body="doctor:doctor",
     ),
-    Verb("daemon", HOST, "Runs the services in the foreground.", body="services:daemon"),
+    Verb(
+        "daemon",
+        HOST,
+        "Runs the services in the foreground.",
+        (switch("--stop", "end the daemon that runs; instances go on"),),
+        body="services:daemon",
+    ),
     Verb("service list", HOST, "One row per service.", body="services:list_services"),
     Verb(
         "service restart",
         HOST,
         "Drains and restarts a service.",
-        (SERVICE,),
+        (
+            positional(
+                "NAME", values.OneOf(*SERVICES, "all"), "the service, or all, one after another"
+            ),
+        ),
         body="services:restart",
     ),
     Verb(
         "service logs",
         HOST,
         "The log of a service.",
-        (SERVICE, switch("--follow", "go on with new lines until interrupted")),
+        (
+            SERVICE,
+            switch("--follow", "go on with new lines until interrupted"),
+            option("--tail", "N", values.integer(0, 1_000_000), "only the last N lines"),
+        ),
         body="services:logs",
         streams=True,
         detail="With --json it prints one object; with --follow, one object per line.",
@@ -533,7 +583,7 @@ VERBS: Final[tuple[Verb, ...]] = (
         "completion",
         HOST,
         "Prints the completion script of a shell.",
-        (positional("SHELL", values.one_of("bash", "zsh", "fish"), "bash, zsh or fish"),),
+        (positional("SHELL", values.OneOf("bash", "zsh", "fish"), "bash, zsh or fish"),),
         body="completion:script",
     ),
 )
