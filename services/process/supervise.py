@@ -10,17 +10,31 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from supervisor.medusa import asyncore_25 as asyncore
 from supervisor.options import ServerOptions
+from supervisor.states import ProcessStates
 from supervisor.supervisord import Supervisor
 
 from agent_box.process.supervision import CONFIG_FILE, SOCKET_FILE
 
+REMIND_S: Final = 1.0
 _PR_SET_PDEATHSIG: Final = 1
+# What supervisord sets handlers for (ServerOptions.setsignals) and what Python ignores.
+_CHANGED: Final = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGHUP,
+    signal.SIGCHLD,
+    signal.SIGUSR2,
+    signal.SIGPIPE,
+    signal.SIGXFSZ,
+)
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
@@ -47,6 +61,10 @@ def run(directory: Path, *, on_running: Callable[[], None]) -> None:
     os.chdir(directory)  # the paths in the configuration are relative to it
     options = _Options()
     options.realize(["-c", str(directory / CONFIG_FILE)], doc="", progname="agent-box")
+    for server in options.server_configs:
+        # It made the path absolute and binds a longer name first, with its pid at the end,
+        # which might not fit where the name itself does.
+        server["file"] = SOCKET_FILE
     options.first = True  # we never run it a second time, so it closes no descriptors
     options.test = False
     supervisor = _Supervisor(options, on_running)
@@ -63,6 +81,24 @@ class _Options(ServerOptions):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._daemon = os.getpid()
+
+    def fork(self) -> int:
+        """No signal is lost to a child that is not yet the program.
+
+        It has supervisord's handlers until then, which only take note, so a SIGTERM would be
+        forgotten; and a signal to its group goes nowhere until the group is there.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            child = os.fork()
+            if child == 0:
+                for number in _CHANGED:
+                    signal.signal(number, signal.SIG_DFL)
+            else:
+                _make_group(child)
+            return child
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def setpgrp(self) -> None:
         """The first thing that supervisord does in a child."""
@@ -84,7 +120,38 @@ class _Supervisor(Supervisor):  # type: ignore[misc]
     def __init__(self, options: _Options, on_running: Callable[[], None]) -> None:
         super().__init__(options)
         self._on_running = on_running
+        self._reminded = 0.0
 
     def runforever(self) -> None:
         self._on_running()
         super().runforever()
+
+    def tick(self, now: float | None = None) -> None:
+        """Every turn of the loop, at least once a second."""
+        super().tick(now)
+        if time.monotonic() - self._reminded >= REMIND_S:
+            self._reminded = time.monotonic()
+            for group in self.process_groups.values():
+                for process in group.processes.values():
+                    self._remind(process)
+
+    def _remind(self, process: Any) -> None:
+        """Sends SIGTERM again to a program that is to stop and has not.
+
+        bubblewrap must not act on it (it would kill the service in the middle), so it is
+        ignored from before bubblewrap starts until the service has set its own handler; one
+        that came in that time is gone, and SIGKILL would be next.
+        """
+        if process.state == ProcessStates.STOPPING and process.pid:
+            try:
+                os.killpg(process.pid, signal.SIGTERM)
+            except ProcessLookupError:
+                pass  # ended, and not reaped yet
+
+
+def _make_group(child: int) -> None:
+    """The child does this for itself, too; who comes first does not matter."""
+    try:
+        os.setpgid(child, child)
+    except (PermissionError, ProcessLookupError):
+        pass  # it is the program already, or has ended: it came first

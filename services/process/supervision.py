@@ -27,9 +27,11 @@ STOP_SECONDS: Final = 10  # from SIGTERM to SIGKILL: what a service has for its 
 LOG_BYTES: Final = 1 << 20
 LOG_BACKUPS: Final = 3
 CONFIG_FILE: Final = "supervisord.conf"
-SOCKET_FILE: Final = "supervisord.sock"
+SOCKET_FILE: Final = "sock"  # short: its path must fit in 107 bytes
 PASSWORD_FILE: Final = "password"
 LOGS_LINK: Final = "logs"
+
+_SPECIAL: Final = re.compile(r"[^A-Za-z0-9_@%+=:,./-]")
 
 # supervisord's fault codes (supervisor.xmlrpc.Faults); importing that costs too much.
 _NOT_RUNNING: Final = 70
@@ -159,16 +161,19 @@ def _command(argv: tuple[str, ...]) -> str:
 
 
 def _word(argument: str) -> str:
-    """One argument as supervisord reads it: `%` expansion, comments, then shell words.
+    """One argument as supervisord reads it: comments, blanks at the end, `%`, shell words.
 
-    A backslash before each special character, and no quotes: so a ``;`` or ``#`` never
-    follows a blank, where it would start a comment.
+    Each blank in quotes of its own, so that none stands at the end, where it would be cut
+    off, or before a ``;`` or ``#``, where it would make a comment even inside quotes. Each
+    other special character after a backslash.
     """
     if re.search(r"[\n\r\0]", argument):
         raise ValueError(f"supervisord cannot hold this argument: {argument!r}")
     if not argument:
         return "''"
-    return re.sub(r"([^A-Za-z0-9_@%+=:,./-])", r"\\\1", argument).replace("%", "%%")
+    return _SPECIAL.sub(lambda c: f"'{c[0]}'" if c[0].isspace() else f"\\{c[0]}", argument).replace(
+        "%", "%%"
+    )
 
 
 class Control:

@@ -140,7 +140,8 @@ class Wake:
             pass
 
     def handle_error(self) -> None:
-        raise  # noqa: PLE0704 - called while the error is being handled
+        """Called while an error of ours is being handled: it is a defect and goes on up."""
+        raise
 
 
 class Interface:

@@ -1,0 +1,267 @@
+"""The administrator's verbs: the daemon, and the services one by one.
+
+`service list` and `service inspect` ask three that need not agree: supervisord whether the
+process exists, /proc what it is, and the service itself whether it is well.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from agent_box.cli import link
+from agent_box.cli.render import Failure, Render, table
+from agent_box.process.paths import SERVICES, Paths
+
+if TYPE_CHECKING:
+    from agent_box.bus.base import Hello
+    from agent_box.process.supervision import Control, Status
+
+HELLO_S: Final = 1.0  # what a service has to answer in `service list`
+STOP_S: Final = 40.0  # what the daemon has to end in; its services have 10 s each, at once
+FOLLOW_TAIL: Final = 10
+
+
+def daemon(out: Render, *, stop: bool) -> None:
+    """Becomes the daemon, or with `stop` ends the one that runs."""
+    here = link.place()
+    if stop:
+        _stop(here, out)
+        return
+    holder = link.holder(here)
+    if holder is not None:
+        config = f", config {holder.config}" if holder.config else ""
+        raise Failure(2, "held", f"a daemon runs already: pid {holder.pid}{config}")
+    from agent_box.process import daemon as process
+
+    words = process.command(here.config, json=out.json)
+    os.execve(words[0], words, process.environment(os.environ))
+
+
+def _stop(here: link.Place, out: Render) -> None:
+    holder = link.holder(here)
+    if holder is None:
+        out.result({"stopped": False, "pid": None}, "no daemon runs")
+        return
+    out.progress(f"stopping the daemon (pid {holder.pid}) ...")
+    ended = _end(here, holder.pid)
+    if not ended:
+        raise Failure(1, "still-running", f"the daemon (pid {holder.pid}) did not end")
+    out.result({"stopped": True, "pid": holder.pid}, f"the daemon (pid {holder.pid}) ended")
+
+
+def _end(here: link.Place, pid: int) -> bool:
+    """SIGTERM to the holder of the lock and nobody else; waits for its end."""
+    if pid == 0:
+        raise Failure(2, "daemon-failed", "the daemon runs in another PID namespace")
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        again = link.holder(here)
+        if again is None or again.pid != pid:
+            return True  # it ended, and the number may be somebody else's by now
+        signal.pidfd_send_signal(handle, signal.SIGTERM)
+        ready, _, _ = select.select([handle], [], [], STOP_S)
+        return bool(ready)
+    finally:
+        os.close(handle)
+
+
+# ---------------------------------------------------------------------------- list
+
+
+def list_services(out: Render) -> None:
+    """One row per service. A service that is stuck does not hold up the others."""
+    with link.supervisor(out) as (here, control):
+        hellos: dict[str, Hello | str] = {}
+        statuses = _statuses(control)
+        _each(SERVICES, lambda name: hellos.__setitem__(name, _hello(here, name)))
+    holder = link.holder(here)
+    rows = [_row(name, statuses.get(name), hellos[name]) for name in SERVICES]
+    out.result(
+        {
+            "daemon": {
+                "pid": None if holder is None else holder.pid,
+                "version": None if holder is None else holder.version,
+                "config": None if holder is None else holder.config,
+            },
+            "services": rows,
+        },
+        table(
+            ("NAME", "STATE", "READY", "PID", "UPTIME", "RESTARTS", "EPOCH", "PROBLEM"),
+            [
+                (
+                    row["name"],
+                    row["state"],
+                    _ready_word(row),
+                    row["pid"] or "-",
+                    "-" if row["uptime_ms"] is None else _duration(row["uptime_ms"]),
+                    row["restarts"],
+                    (row["epoch"] or "-")[:8],
+                    row["problem"] or "-",
+                )
+                for row in rows
+            ],
+        ),
+    )
+
+
+def _row(name: str, status: Status | None, hello: Hello | str) -> dict[str, Any]:
+    answered = None if isinstance(hello, str) else hello
+    problem: str | None
+    if status is not None and status.reason:
+        problem = status.reason
+    else:
+        problem = hello if isinstance(hello, str) else hello.problem
+    return {
+        "name": name,
+        "state": "unknown" if status is None else status.state,
+        "answering": answered is not None,
+        "ready": answered is not None and answered.ready,
+        "pid": None if status is None or status.pid is None else confined_pid(status.pid),
+        "uptime_ms": None if status is None else status.uptime_ms,
+        "restarts": 0 if status is None else status.restarts,
+        "epoch": None if answered is None else answered.epoch.hex(),
+        "version": None if answered is None else answered.version,
+        "problem": problem,
+    }
+
+
+def _ready_word(row: dict[str, Any]) -> str:
+    if not row["answering"]:
+        return "not answering"
+    return "yes" if row["ready"] else "no"
+
+
+def _duration(ms: int) -> str:
+    seconds = ms // 1000
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds // length}{unit}"
+    return f"{seconds}s"
+
+
+def _hello(here: link.Place, name: str) -> Hello | str:
+    """What the service says of itself, or why it said nothing."""
+    from agent_box.bus.errors import Refusal
+    from agent_box.bus.schema import Empty
+
+    try:
+        client = link.connect(here, name)
+        try:
+            hello: Hello = client.call("hello", Empty(), deadline_s=HELLO_S)
+            return hello
+        finally:
+            client.close()
+    except (Refusal, Failure) as error:
+        return error.message
+
+
+def _statuses(control: Control) -> dict[str, Status]:
+    from agent_box.process.supervision import ControlError
+
+    try:
+        return control.statuses()
+    except ControlError as error:
+        raise Failure(2, "daemon-failed", str(error)) from error
+
+
+def _each(names: tuple[str, ...], work: Callable[[str], object]) -> None:
+    """Does it for all at the same time."""
+    from threading import Thread
+
+    threads = [Thread(target=work, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def confined_pid(outer: int) -> int:
+    """The service's own process on the host, below the processes that wall it in.
+
+    `outer` is what supervisord started: bubblewrap, whose child is bubblewrap again as the
+    first process of the new PID namespace, whose child is the service. While the wall is
+    still being built, the innermost process that is there.
+    """
+    pid = outer
+    for _ in range(8):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                program = os.path.basename(file.read().split(b"\0", 1)[0])
+            with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+                children = file.read().split()
+        except OSError:
+            return pid
+        if program not in (b"bwrap", b"sh") or not children:
+            return pid
+        pid = int(children[0])
+    return pid
+
+
+# ------------------------------------------------------------------------- restart
+
+
+def restart(out: Render, *, name: str) -> None:
+    """Lets a service finish, starts it anew, and waits for the new one to be ready."""
+    names = SERVICES if name == "all" else (name,)
+    rows = []
+    with link.supervisor(out) as (here, control):
+        for each in names:
+            rows.append(_restart(here, control, each, out))
+    text = "\n".join(f"{r['name']} is ready again after {r['took_ms']} ms" for r in rows)
+    out.result({"services": rows}, text)
+
+
+def _restart(here: link.Place, control: Control, name: str, out: Render) -> dict[str, Any]:
+    from agent_box.process.supervision import ControlError
+
+    before = _hello(here, name)
+    begun = time.monotonic()
+    if len(SERVICES) > 1:
+        out.progress(f"restarting {name} ...")
+    try:
+        control.stop(name)
+        control.start(name)
+    except ControlError as error:
+        raise Failure(1, "restart-failed", f"{name}: {error}") from error
+    old = None if isinstance(before, str) else before.epoch
+    client, hello = link.ready(here, name, out, not_epoch=old)
+    client.close()
+    return {
+        "name": name,
+        "epoch": hello.epoch.hex(),
+        "version": hello.version,
+        "took_ms": int((time.monotonic() - begun) * 1000),
+    }
+
+
+# ---------------------------------------------------------------------------- logs
+
+
+def logs(out: Render, *, name: str, follow: bool, tail: int | None) -> None:
+    """The lines that a service wrote. Starts nothing: it may be wanted because nothing starts."""
+    from agent_box.cli import logfile
+
+    link.refuse_root()
+    log = Paths.from_env(os.environ).log(name)
+    try:
+        if follow:
+            with logfile.Follower(log, FOLLOW_TAIL if tail is None else tail) as follower:
+                for line in follower.lines():
+                    out.item("line", {"service": name, "line": line}, line)
+            return
+        if not logfile.files(log):
+            raise Failure(3, "not-found", f"there is no log of {name} yet")
+        lines = logfile.last(log, tail)
+    except FileNotFoundError:
+        raise Failure(3, "not-found", f"there is no log of {name} yet") from None
+    except OSError as error:
+        raise Failure(1, "log-unreadable", f"{log}: {error.strerror}") from error
+    out.result({"service": name, "lines": lines}, "\n".join(lines))
