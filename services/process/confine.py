@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -334,6 +333,8 @@ def probe(directory: Path) -> Gap | None:
     Raises:
         OSError: `directory` cannot be written.
     """
+    import subprocess  # 1 MB that no service needs
+
     try:
         bwrap = _bwrap()
     except ConfineError as error:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,6 +242,8 @@ def export(wanted: Filter, target: Path) -> None:
         SeccompError: libseccomp or its binding is missing, or refuses a rule.
         OSError: the file cannot be written.
     """
+    import tempfile
+
     library = _libseccomp()
     default = library.ALLOW if wanted.otherwise is None else library.ERRNO(wanted.otherwise)
     try:

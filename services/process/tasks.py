@@ -38,10 +38,14 @@ class TaskSet:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
-        """Starts a coroutine in the running loop and keeps it until it ends.
+    def spawn(self, work: Coroutine[Any, Any, object], *, name: str) -> None:
+        """Starts a coroutine in the running loop and keeps it until it ends."""
+        self._tasks.add(self.hold(work, name=name))
 
-        Its failure is logged even when the caller awaits the task as well.
+    def hold(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        """As `spawn`, for a caller that awaits or cancels the task itself.
+
+        Its failure is logged and told even when the caller awaits it as well.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
