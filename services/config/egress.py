@@ -73,6 +73,23 @@ class Target:
         return f"{where}:{ports_text(self.ports)}/{self.protocol}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Selector:
+    """Which targets are meant: None for `ports` and `protocol` means whichever they have."""
+
+    host: str | None
+    network: Network | None
+    ports: tuple[tuple[int, int], ...] | None
+    protocol: Protocol | None
+
+    def selects(self, target: Target) -> bool:
+        return (
+            (self.host, self.network) == (target.host, target.network)
+            and self.ports in (None, target.ports)
+            and self.protocol in (None, target.protocol)
+        )
+
+
 def rule_id(action: Action, target: Target, *, sni: bool, allow_reserved: bool) -> str:
     """The id of a rule: all that it says, readable, the same wherever it is computed."""
     return f"{action}:{target}{'' if sni else '+no-sni'}{'+reserved' if allow_reserved else ''}"
@@ -160,8 +177,23 @@ def parse_target(untrusted_text: str, *, wildcard: bool) -> Target:
     Raises:
         ValueError: one line that names the text and says what is wrong with it.
     """
+    written = parse_selector(untrusted_text, wildcard=wildcard)
+    return Target(
+        host=written.host,
+        network=written.network,
+        ports=ports([PORT_DEFAULT]) if written.ports is None else written.ports,
+        protocol=Protocol.TCP if written.protocol is None else written.protocol,
+    )
+
+
+def parse_selector(untrusted_text: str, *, wildcard: bool) -> Selector:
+    """Reads the same text as `parse_target`; what was left out stands for all there is.
+
+    Raises:
+        ValueError: as `parse_target`.
+    """
     text = untrusted_text
-    protocol = Protocol.TCP
+    protocol = None
     suffix = _PROTOCOL.search(text)
     if suffix:
         try:
@@ -179,17 +211,16 @@ def parse_target(untrusted_text: str, *, wildcard: bool) -> Target:
     else:
         where, colon, after = text.partition(":")
         port_text = after if colon else None
-    if port_text is None:
-        ranges = ports([PORT_DEFAULT])
-    else:
+    ranges = None
+    if port_text is not None:
         try:
             ranges = ports(port_text.split(","))
         except ValueError as error:
             raise ValueError(f"{_shown(untrusted_text)}: {error}") from None
     if ":" in where or "/" in where or _is_number(where):
-        return Target(host=None, network=network(where), ports=ranges, protocol=protocol)
+        return Selector(host=None, network=network(where), ports=ranges, protocol=protocol)
     name = host(where, wildcard=wildcard)
-    return Target(host=name, network=None, ports=ranges, protocol=protocol)
+    return Selector(host=name, network=None, ports=ranges, protocol=protocol)
 
 
 def in_broker_zone(name: str) -> bool:

@@ -61,12 +61,20 @@ def size(untrusted: str) -> int:
 
 def memory(untrusted: str) -> int:
     """Bytes of an instance's memory."""
-    return _between(size(untrusted), MEMORY_MIN, MEMORY_MAX, "a size from 128M to 1024G")
+    return memory_bytes(size(untrusted))
+
+
+def memory_bytes(untrusted: int) -> int:
+    return _between(untrusted, MEMORY_MIN, MEMORY_MAX, "a size from 128M to 1024G")
 
 
 def disk(untrusted: str) -> int:
     """Bytes of an instance's data disk."""
-    return _between(size(untrusted), DISK_MIN, DISK_MAX, "a size from 64M to 16384G")
+    return disk_bytes(size(untrusted))
+
+
+def disk_bytes(untrusted: int) -> int:
+    return _between(untrusted, DISK_MIN, DISK_MAX, "a size from 64M to 16384G")
 
 
 def cpus(untrusted: int) -> int:

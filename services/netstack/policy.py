@@ -317,6 +317,8 @@ def _load_rule(rule: Rule) -> _Loaded:
         if written != (target.host, network, list(ports)):
             raise ValueError(f"is not written in the one form of {str(target)!r}")
         action = Action(rule.action)
+        if action is Action.DENY and (rule.allow_reserved or not rule.sni):
+            raise ValueError("gives leave, and is a deny rule")
         proper = egress.rule_id(action, target, sni=rule.sni, allow_reserved=rule.allow_reserved)
         if rule.id != proper:
             raise ValueError(f"its id should be {proper!r}")

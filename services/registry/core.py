@@ -1,0 +1,721 @@
+"""What the registry decides. Events in, commands out; no socket, clock, file or randomness.
+
+A verb is a *plan*: a generator that yields commands and is sent their results. Whoever runs
+it (`adapter`) carries out each command and throws a `Refusal` into the plan where one failed.
+The plan ends with the reply, or with the `Refusal` that the caller shall get. So every order
+of steps and every failure between two of them can be played through in a test.
+
+    create:   Commit(record, creating) -> EngineList -> Commit(allocated) -> EngineCreate
+              -> Commit(stopped)                                    -> reply
+      any failure before `allocated`:   Commit(record removed)      -> refusal
+      any failure after it:  Commit(deleting) -> EngineDelete -> EngineList (absent?)
+                             -> Commit(record removed)              -> refusal
+
+The intent is on disk before anything is done, and the engine is asked to allocate only after
+the record says so. Therefore, after a crash, a record that was never `allocated` can be
+removed at once, and one that was is finished with the engine's help, whenever that answers.
+
+What is in memory follows the disk: it changes when a commit has succeeded, and only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from agent_box.bus.errors import MEANING, Code, Reason, Refusal
+from agent_box.bus.schema import Wire
+from agent_box.config import egress, values
+from agent_box.config.model import Config, Profile
+from agent_box.config.model import Policy as NamedPolicy
+from agent_box.engine import contract as engine
+from agent_box.netstack import contract as net
+from agent_box.registry import contract as api
+from agent_box.registry import journal
+from agent_box.registry import record as kept
+from agent_box.registry.journal import Fact, New
+from agent_box.registry.record import Record
+from agent_box.registry.states import LIVE, OBSERVABLE, Answer, Cause, State, Verb, ask, move, needs
+
+# ------------------------------------------------------------------------ commands
+
+
+@dataclass(frozen=True)
+class ReadConfig:
+    """Result: `Config`, as it is on disk now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """Writes records and events in one transaction. Result: None.
+
+    `begins`: from here on something outside of the database may be changed.
+    `reply`: the outcome of the call, written in the same transaction.
+    """
+
+    put: Record | None = None
+    remove: str | None = None  # the id of a record
+    events: tuple[New, ...]
+    begins: bool = False
+    reply: Wire | None = None
+
+
+@dataclass(frozen=True)
+class EngineList:
+    """Result: `engine.Observations`."""
+
+
+@dataclass(frozen=True)
+class EngineQuery:
+    """Result: `engine.Observed`."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
+class EngineCreate:
+    """Result: None."""
+
+    instance: str
+    disk: int
+
+
+@dataclass(frozen=True)
+class EngineDelete:
+    """Result: None."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
+class ApplyPolicy:
+    """Puts a policy in force at a live instance. Result: None."""
+
+    instance: str
+    policy: net.Policy
+
+
+@dataclass(frozen=True)
+class CheckFlow:
+    """Result: `net.Verdict`."""
+
+    policy: net.Policy
+    flow: net.Flow
+
+
+@dataclass(frozen=True)
+class ListForwards:
+    """Result: `net.Forwards`."""
+
+    instance: str
+
+
+Command = (
+    ReadConfig
+    | Commit
+    | EngineList
+    | EngineQuery
+    | EngineCreate
+    | EngineDelete
+    | ApplyPolicy
+    | CheckFlow
+    | ListForwards
+)
+R = TypeVar("R")
+Plan = Generator[Command, object, R]
+
+# Who may speak for which source. An operator's claims are no events.
+MAY_SAY: Final[dict[str, frozenset[str]]] = {
+    "engine": frozenset({"host-observed"}),
+    "netstack": frozenset({"host-observed"}),
+    "broker": frozenset({"host-observed"}),
+    "channel": frozenset({"host-observed", "guest-channel", "agent-reported"}),
+}
+NOTES_BURST: Final = 1_000  # of one instance by one service
+NOTES_PER_S: Final = 20
+
+
+@dataclass
+class _Quota:
+    left: float
+    at_ms: int
+    dropped: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row of the database at start. `expected` is the record's hash as the journal has it."""
+
+    id: str
+    name: str
+    packed: bytes
+    expected: str | None
+
+
+class Core:
+    """All records, and what may be done with them.
+
+    Attributes:
+        seen: what the engine said of each instance since this start; by id.
+        busy: ids of instances that a plan is working on.
+    """
+
+    def __init__(self, kinds: Mapping[str, frozenset[str]]) -> None:
+        """Args: kinds: by role, the kinds of event that its contract declares."""
+        self._kinds = kinds
+        self._records: dict[str, Record] = {}
+        self._ids: dict[str, str] = {}  # by name
+        self._problems: dict[str, str] = {}  # by name or id
+        self._quotas: dict[tuple[str, str], _Quota] = {}
+        self.seen: dict[str, engine.Observed] = {}
+        self.busy: set[str] = set()
+
+    # -------------------------------------------------------------------------- start
+
+    def load(self, rows: Iterable[Found]) -> None:
+        """Takes the records in. One that is not as the journal says is kept out, by name."""
+        for row in rows:
+            try:
+                if journal.record_hash(row.packed) != row.expected:
+                    raise ValueError("it is not as the journal says")
+                record = kept.unpack(row.packed)
+                if (record.id, record.name) != (row.id, row.name):
+                    raise ValueError("it stands under another name")
+            except ValueError as error:
+                self._problems[row.name] = f"its record is damaged or was changed: {error}"
+                continue
+            self._records[record.id] = record
+            self._ids[record.name] = record.id
+
+    def tampered(self) -> list[api.Problem]:
+        return [api.Problem(name=n, problem=p) for n, p in sorted(self._problems.items())]
+
+    def interrupted(self) -> Plan[None]:
+        """Undoes creates that never reached the engine. Needs nobody; run it before serving."""
+        for record in self._idle():
+            if record.state == State.CREATING and not record.allocated:
+                yield from self._remove(record, "the registry stopped before it was allocated")
+
+    def reconcile(self) -> Plan[None]:
+        """Compares every record with what the engine sees; finishes or undoes what was begun.
+
+        Raises:
+            Refusal: the engine did not answer, or something could not be finished; run it
+                again later.
+        """
+        if not self._records:
+            return
+        answer = yield EngineList()
+        assert isinstance(answer, engine.Observations)
+        there = {each.instance: each for each in answer.instances}
+        failed: Refusal | None = None
+        for record in self._idle():
+            if State(record.state) in OBSERVABLE:
+                yield from self._settle(record, there.get(record.id))
+                continue
+            try:
+                yield from self._finish_removal(record)
+            except Refusal as refusal:
+                failed = refusal
+        if failed is not None:
+            raise failed
+
+    def unsettled(self) -> bool:
+        """Whether `reconcile` has something left to do."""
+        return any(State(r.state) not in OBSERVABLE or r.id not in self.seen for r in self._idle())
+
+    def engine_lost(self) -> None:
+        """What it said no longer counts."""
+        self.seen.clear()
+
+    def orphans(self, answer: engine.Observations) -> list[str]:
+        """What the engine holds and no record knows. It is told, and never deleted unasked."""
+        return sorted(o.instance for o in answer.instances if o.instance not in self._records)
+
+    # ------------------------------------------------------------------------ reading
+
+    def state(self, record: Record) -> State:
+        """The state that is shown and acted upon."""
+        state = State(record.state)
+        return State.UNKNOWN if state in OBSERVABLE and record.id not in self.seen else state
+
+    def rows(self) -> api.Rows:
+        return api.Rows(
+            instances=[self._row(self._records[self._ids[name]]) for name in sorted(self._ids)],
+            problems=self.tampered(),
+        )
+
+    def count(self) -> dict[str, int]:
+        """How many instances are in each state."""
+        found: dict[str, int] = {}
+        for record in self._records.values():
+            state = self.state(record).value
+            found[state] = found.get(state, 0) + 1
+        return found
+
+    def knows(self, name: str) -> bool:
+        return name in self._ids or name in self._problems
+
+    def inspect(self, untrusted_name: str, *, now_ms: int) -> Plan[api.Instance]:
+        """The full record, with what engine and netstack say at this moment."""
+        record = self._named(untrusted_name)
+        machine = None
+        if State(record.state) in OBSERVABLE:
+            try:
+                answer = yield EngineQuery(record.id)
+                assert isinstance(answer, engine.Observed)
+                machine = api.Machine(
+                    state=answer.state,
+                    boot=answer.boot,
+                    exit_status=answer.exit_status,
+                    exit_signal=answer.exit_signal,
+                    observed_ms=now_ms,
+                )
+            except Refusal as refusal:
+                if refusal.code is Code.INTERNAL:
+                    raise
+        record = self._again(record)
+        forwards: list[api.Forward] | None = []
+        if State(record.state) in LIVE:
+            try:
+                told = yield ListForwards(record.id)
+                assert isinstance(told, net.Forwards)
+                forwards = [api.Forward(**msgspec.structs.asdict(f)) for f in told.forwards]
+            except Refusal as refusal:
+                if refusal.code is Code.INTERNAL:
+                    raise
+                forwards = None
+        record = self._again(record)
+        row = self._row(record)
+        if machine is None and State(record.state) in OBSERVABLE:
+            row = msgspec.structs.replace(row, state=State.UNKNOWN.value)
+        view = kept.view(record)
+        return api.Instance(
+            row=row,
+            id=record.id,
+            harness=record.harness,
+            sudo=record.sudo,
+            hook=record.hook,
+            hook_required=record.hook_required,
+            bindings=record.bindings,
+            policy=view.policy,
+            policy_mode=view.mode,
+            policy_generation=view.generation,
+            policy_changes=view.changes,
+            created_ms=record.created_ms,
+            changed_ms=record.changed_ms,
+            boots=record.boots,
+            images=record.images,
+            machine=machine,
+            forwards=forwards,
+        )
+
+    # ------------------------------------------------------------------------- create
+
+    def create(self, untrusted: api.Create, *, id: str, now_ms: int) -> Plan[api.Row]:
+        """Makes an instance. Args: id: 128 random bits as 32 lowercase hex digits."""
+        name = _valid(untrusted)
+        if self.knows(name):
+            raise Refusal(Reason.EXISTS, f"{name} exists already", facts={"name": name})
+        record = kept.draft(
+            untrusted, *(yield from self._template(untrusted)), id=id, now_ms=now_ms
+        )
+        if self.knows(name):  # another create was faster while the config was read
+            raise Refusal(Reason.EXISTS, f"{name} exists already", facts={"name": name})
+        self.busy.add(id)
+        try:
+            return (yield from self._make(record))
+        finally:
+            self.busy.discard(id)
+
+    def _template(self, untrusted: api.Create) -> Plan[tuple[Profile, NamedPolicy]]:
+        config = yield ReadConfig()
+        assert isinstance(config, Config)
+        wanted = config.defaults.profile if untrusted.profile is None else untrusted.profile
+        profile = config.profiles.get(wanted)
+        if profile is None:
+            raise Refusal(
+                Reason.NOT_FOUND,
+                f"there is no profile {wanted!r} in the config",
+                facts={"profile": wanted},
+            )
+        return profile, config.policies[profile.policy]
+
+    def _make(self, record: Record) -> Plan[api.Row]:
+        yield from self._commit(
+            record,
+            "create-begun",
+            {
+                "profile": record.profile,
+                "image": record.image,
+                "cpus": record.cpus,
+                "memory": record.memory,
+                "disk": record.disk,
+                "policy": record.policy.name,
+                "bindings": " ".join(record.bindings),
+            },
+        )
+        try:
+            answer = yield EngineList()
+            assert isinstance(answer, engine.Observations)
+            record = msgspec.structs.replace(record, allocated=True)
+            yield from self._commit(record, "allocate-begun", {}, begins=True)
+            yield EngineCreate(record.id, record.disk)
+            record = self._moved(record, Cause.ALLOCATED)
+            self.seen[record.id] = engine.Observed(
+                instance=record.id, state="stopped", boot=None, exit_status=None, exit_signal=None
+            )
+            row = self._row(record)
+            yield from self._commit(record, "created", {"state": record.state}, reply=row)
+            return row
+        except Refusal as cause:
+            self.seen.pop(record.id, None)
+            told = _told(cause, record.name)
+            yield from self._undo(self._records[record.id], told)
+            raise told from cause
+
+    def _undo(self, record: Record, cause: Refusal) -> Plan[None]:
+        """Removes what a failed create made. What cannot be removed now is left to `reconcile`,
+        which finds the record as it stands."""
+        failure = {"reason": cause.reason.value, "message": cause.message}
+        try:
+            if not record.allocated:
+                yield from self._remove(record, cause.message, failure)
+                return
+            record = self._moved(record, Cause.FAILED)
+            yield from self._commit(record, "create-failed", {"state": record.state, **failure})
+            yield from self._finish_removal(record)
+        except Refusal as refusal:
+            try:
+                yield Commit(
+                    events=(
+                        _event(
+                            record,
+                            "undo-pending",
+                            {"reason": refusal.reason.value, "message": refusal.message},
+                        ),
+                    )
+                )
+            except Refusal:
+                return  # a full disk; the record itself says what is left to do
+
+    def _finish_removal(self, record: Record) -> Plan[None]:
+        """Creating and allocated, or deleting: the engine removes its part, the record goes
+        last, after the engine has been asked once more what it holds."""
+        yield EngineDelete(record.id)
+        answer = yield EngineList()
+        assert isinstance(answer, engine.Observations)
+        if any(each.instance == record.id for each in answer.instances):
+            raise Refusal(
+                Reason.CONFLICT, f"the engine still holds {record.name} after it deleted it"
+            )
+        yield from self._remove(record, "nothing of it is left")
+
+    def _remove(
+        self, record: Record, why: str, failure: Mapping[str, Fact] | None = None
+    ) -> Plan[None]:
+        events = [_event(record, "removed", {"why": why, journal.RECORD: ""})]
+        if failure is not None:
+            events.insert(0, _event(record, "create-failed", failure))
+        yield Commit(remove=record.id, events=tuple(events))
+        self._records.pop(record.id, None)
+        if self._ids.get(record.name) == record.id:
+            del self._ids[record.name]
+        self.seen.pop(record.id, None)
+
+    def _settle(self, record: Record, there: engine.Observed | None) -> Plan[None]:
+        """Takes in what the engine sees of one instance, and follows it where it differs."""
+        if there is None:
+            self.seen.pop(record.id, None)
+            return
+        different = _difference(State(record.state), there.state)
+        if different is not None:
+            after, cause = different
+            facts = {"before": record.state, "state": after.value, "why": cause.value}
+            record = msgspec.structs.replace(record, state=after.value)
+            yield from self._commit(record, "state-changed", facts)
+        self.seen[record.id] = there
+
+    # ------------------------------------------------------------------------- policy
+
+    def policy_show(self, untrusted_name: str) -> api.PolicyView:
+        record = self._named(untrusted_name)
+        self._allowed(Verb.POLICY_SHOW, record)
+        return kept.view(record)
+
+    def policy_set(self, untrusted: api.PolicySet, *, now_ms: int) -> Plan[api.PolicyView]:
+        self._allowed(Verb.POLICY_SET, self._named(untrusted.name))
+        config = yield ReadConfig()
+        assert isinstance(config, Config)
+        record = self._named(untrusted.name)
+        self._allowed(Verb.POLICY_SET, record)
+        try:
+            policy = kept.changed(record.policy, untrusted, config)
+        except LookupError as error:
+            raise Refusal(Reason.NOT_FOUND, str(error.args[0])) from None
+        except ValueError as error:
+            raise Refusal(Reason.BAD_REQUEST, str(error)) from None
+        if policy != record.policy:
+            record = msgspec.structs.replace(record, policy=policy, changed_ms=now_ms)
+            view = kept.view(record)
+            facts: dict[str, Fact] = {
+                "policy": view.policy,
+                "generation": view.generation,
+                "mode": view.mode,
+                "rules": len(view.rules),
+                "changes": view.changes,
+            }
+            live = State(record.state) in LIVE
+            yield from self._commit(
+                record, "policy-changed", facts, begins=live, reply=None if live else view
+            )
+        else:
+            live = State(record.state) in LIVE
+        if live:
+            yield from self._apply(record)
+        return kept.view(record)
+
+    def _apply(self, record: Record) -> Plan[None]:
+        try:
+            yield ApplyPolicy(record.id, kept.for_netstack(record))
+        except Refusal as refusal:
+            failure = {
+                "generation": record.policy.generation,
+                "reason": refusal.reason.value,
+                "message": refusal.message,
+            }
+            yield Commit(events=(_event(record, "policy-failed", failure),))
+            raise Refusal(
+                refusal.reason,
+                f"generation {record.policy.generation} is recorded, but not in force yet: "
+                f"{refusal.message}",
+                facts=refusal.facts,
+            ) from refusal
+
+    def policy_check(self, untrusted: api.PolicyCheck) -> Plan[api.PolicyVerdict]:
+        record = self._named(untrusted.name)
+        self._allowed(Verb.POLICY_CHECK, record)
+        try:
+            target = egress.parse_target(untrusted.target, wildcard=False)
+            (first, last), *more = target.ports
+            if more or first != last:
+                raise ValueError(f"{untrusted.target[:80]!r}: ask about one port")
+            if target.network is not None and target.network.num_addresses != 1:
+                raise ValueError(f"{untrusted.target[:80]!r}: ask about one address")
+        except ValueError as error:
+            raise Refusal(Reason.BAD_REQUEST, str(error)) from None
+        address = None if target.network is None else str(target.network.network_address)
+        flow = net.Flow(
+            name=target.host,
+            address=address,
+            port=first,
+            protocol=target.protocol.value,
+            hello="unread",
+            sni=None,
+        )
+        verdict = yield CheckFlow(kept.for_netstack(record), flow)
+        assert isinstance(verdict, net.Verdict)
+        return api.PolicyVerdict(
+            verdict=verdict.verdict,
+            rule=verdict.rule,
+            why=verdict.why,
+            generation=record.policy.generation,
+        )
+
+    # -------------------------------------------------------------------------- notes
+
+    def note(self, caller: str, untrusted: api.Note, *, now_ms: int) -> tuple[New, ...]:
+        """The event of another service as it is written down, and one that tells of those that
+        were dropped before it.
+
+        Raises:
+            Refusal: it may not say that, or it says too much.
+        """
+        if untrusted.source not in MAY_SAY.get(caller, frozenset()):
+            raise Refusal(Reason.DENIED, f"{caller} may not speak for {untrusted.source}")
+        if untrusted.kind not in self._kinds.get(caller, frozenset()):
+            raise Refusal(Reason.BAD_REQUEST, f"{caller} declares no event {untrusted.kind[:64]!r}")
+        if len(untrusted.event_id) != 16:
+            raise Refusal(Reason.BAD_REQUEST, "an event id has 16 bytes")
+        record = None
+        if untrusted.instance is not None:
+            record = self._records.get(untrusted.instance)
+            if record is None:
+                raise Refusal(Reason.NOT_FOUND, "there is no instance of that id")
+        new = New(
+            kind=untrusted.kind,
+            by=caller,
+            source=untrusted.source,
+            instance=untrusted.instance,
+            name=None if record is None else record.name,
+            facts=untrusted.facts,
+        )
+        try:
+            journal.check(new)
+        except journal.BadEvent as error:
+            raise Refusal(Reason.BAD_REQUEST, f"the event is refused: {error}") from None
+        dropped = self._take(caller, untrusted.instance or "", now_ms)
+        if not dropped:
+            return (new,)
+        told = New(
+            kind="notes-dropped",
+            by=journal.REGISTRY,
+            source="host-observed",
+            instance=new.instance,
+            name=new.name,
+            facts={"caller": caller, "dropped": dropped},
+        )
+        return (told, new)
+
+    def _take(self, caller: str, instance: str, now_ms: int) -> int:
+        """Takes one of what may be noted; returns how many were dropped since the last one.
+
+        A guest can cause events as fast as it likes. Without a bound it would push the
+        history of all others out of the journal.
+        """
+        quota = self._quotas.setdefault((caller, instance), _Quota(NOTES_BURST, now_ms, 0))
+        gained = max(0, now_ms - quota.at_ms) * NOTES_PER_S / 1000
+        quota.left, quota.at_ms = min(NOTES_BURST, quota.left + gained), now_ms
+        if quota.left < 1:
+            quota.dropped += 1
+            raise Refusal(Reason.EXHAUSTED, f"{caller} notes too much of one instance")
+        quota.left -= 1
+        dropped, quota.dropped = quota.dropped, 0
+        return dropped
+
+    # -------------------------------------------------------------------------- below
+
+    def _idle(self) -> list[Record]:
+        return [r for r in self._records.values() if r.id not in self.busy]
+
+    def _named(self, untrusted_name: str) -> Record:
+        if untrusted_name in self._problems:
+            raise Refusal(
+                Reason.TAMPERED,
+                f"{untrusted_name}: {self._problems[untrusted_name]}",
+                facts={"name": untrusted_name},
+            )
+        id = self._ids.get(untrusted_name)
+        if id is None:
+            raise Refusal(Reason.NOT_FOUND, f"there is no instance {untrusted_name[:80]!r}")
+        return self._records[id]
+
+    def _again(self, record: Record) -> Record:
+        """The record as it is after somebody was waited for."""
+        now = self._records.get(record.id)
+        if now is None:
+            raise Refusal(Reason.NOT_FOUND, f"there is no instance {record.name!r} any more")
+        return now
+
+    def _allowed(self, verb: Verb, record: Record) -> None:
+        """Raises Refusal: the state does not allow the verb, which has no end state."""
+        state = self.state(record)
+        if ask(verb, state) is Answer.REFUSED:
+            reason = Reason.STATE_UNKNOWN if state is State.UNKNOWN else Reason.WRONG_STATE
+            raise Refusal(
+                reason,
+                f"{record.name} is {state}; {verb} needs {needs(verb)}",
+                facts={"state": state.value},
+            )
+
+    def _row(self, record: Record) -> api.Row:
+        return api.Row(
+            name=record.name,
+            state=self.state(record).value,
+            kind=record.kind,
+            profile=record.profile,
+            image=record.image,
+            cpus=record.cpus,
+            memory=record.memory,
+            disk=record.disk,
+        )
+
+    def _moved(self, record: Record, cause: Cause) -> Record:
+        after = move(State(record.state), cause)
+        assert after is not None
+        return msgspec.structs.replace(record, state=after.value)
+
+    def _commit(
+        self,
+        record: Record,
+        kind: str,
+        facts: Mapping[str, Fact],
+        *,
+        begins: bool = False,
+        reply: Wire | None = None,
+    ) -> Plan[None]:
+        """Writes the record and the event that carries its hash, then believes it."""
+        hash = journal.record_hash(kept.pack(record))
+        event = _event(record, kind, {**facts, journal.RECORD: hash})
+        yield Commit(put=record, events=(event,), begins=begins, reply=reply)
+        self._records[record.id] = record
+        self._ids[record.name] = record.id
+
+
+def _event(record: Record, kind: str, facts: Mapping[str, Fact]) -> New:
+    return New(
+        kind=kind,
+        by=journal.REGISTRY,
+        source="host-observed",
+        instance=record.id,
+        name=record.name,
+        facts=facts,
+    )
+
+
+def _valid(untrusted: api.Create) -> str:
+    """The name, when the whole request is one that can be. Raises Refusal."""
+    checks: tuple[tuple[str, Callable[[Any], object], str | int | None], ...] = (
+        ("name", values.name, untrusted.name),
+        ("profile", values.name, untrusted.profile),
+        ("cpus", values.cpus, untrusted.cpus),
+        ("memory", values.memory_bytes, untrusted.memory),
+        ("disk", values.disk_bytes, untrusted.disk),
+    )
+    for what, rule, value in checks:
+        if value is None:
+            continue
+        try:
+            rule(value)
+        except ValueError as error:
+            shown = value[:80] if isinstance(value, str) else value
+            raise Refusal(
+                Reason.BAD_REQUEST, f"{what} cannot be {shown!r}: expected {error}"
+            ) from None
+    return untrusted.name
+
+
+def _told(cause: Refusal, name: str) -> Refusal:
+    """What the caller of `create` is told. To it, an engine that cannot be reached and one
+    that cannot work are the same, and both have been undone."""
+    if cause.code in (Code.UNAVAILABLE, Code.DEADLINE, Code.UNKNOWN_OUTCOME):
+        specific = (Reason.ENGINE_UNAVAILABLE, Reason.HELPER_UNAVAILABLE)
+        reason = cause.reason if cause.reason in specific else Reason.ENGINE_UNAVAILABLE
+        return Refusal(reason, f"{name} was not created: {cause.message}", facts=cause.facts)
+    if cause.code is Code.DENIED or MEANING[cause.reason].exit in (3, 5):
+        # The engine's no such and exists already are not about the caller's name.
+        return Refusal(Reason.CONFLICT, f"{name} was not created: {cause.message}")
+    return Refusal(
+        cause.reason, f"{name} was not created: {cause.message}", facts=cause.facts, id=cause.id
+    )
+
+
+def _difference(state: State, seen: str) -> tuple[State, Cause] | None:
+    """What the record becomes when the engine sees a VMM that is stopped, running or paused.
+
+    A VMM that runs under a record that is starting or stopping is what the interrupted verb
+    left; the verb's own steps finish it.
+    """
+    if seen == "stopped":
+        if state is State.STOPPED:
+            return None
+        cause = Cause.OFF if state is State.STOPPING else Cause.GONE
+        return State.STOPPED, cause
+    if state in (State.STARTING, State.STOPPING) or state.value == seen:
+        return None
+    after = move(State.UNKNOWN, Cause.SEEN, State(seen))
+    assert after is not None
+    return after, Cause.SEEN
