@@ -76,8 +76,13 @@ def _answer(args: list[str], out: Render) -> int:
             raise Failure(
                 70, "not-implemented", f"{verb.name} is not implemented yet", entry=verb.entry
             )
+        out.streaming = verb.streams == "always" or (verb.streams == "follow" and given["follow"])
         code = _body(verb)(out, **given)
-        return out.exit if code is None else int(code)
+        if code is not None:  # of a guest's program, which said itself what there was to say
+            return int(code)
+        if not out.ended:
+            out.end()
+        return out.exit
     except KeyboardInterrupt:
         return _fail(out, Failure(INTERRUPTED, "interrupted", "interrupted"))
     except ReaderGone:

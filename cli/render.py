@@ -110,7 +110,7 @@ class Render:
         self.json = json
         self.exit = 0
         self.ended = False  # the one object, or the end line, is out
-        self._streaming = False
+        self.streaming = False  # one object per line and an end line, instead of one object
         self._stdout = stdout
         self._stderr = stderr
 
@@ -129,14 +129,16 @@ class Render:
 
     def item(self, type: str, fields: Mapping[str, Any], text: str | None = None) -> None:
         """One line of a stream, shown at once. `text` None prints nothing for people."""
-        self._streaming = True
+        self.streaming = True
         if self.json:
             self._object({"type": type, **fields})
         elif text is not None:
             self._out(clean_lines(text) + "\n")
 
     def end(self, exit: int = 0, **facts: Any) -> None:
-        """Ends a stream that went well."""
+        """Ends a stream that went well. `main` does it for a body that did not."""
+        if not self.streaming:
+            raise RuntimeError(f"{self.verb} gave no answer")
         self._end()
         self.exit = exit
         if self.json:
@@ -151,7 +153,7 @@ class Render:
         if not self.json:
             if text:
                 self._out(clean_lines(text) + "\n")
-        elif self._streaming:
+        elif self.streaming:
             self._object({"type": "end", "ok": False, "exit": exit, "error": error})
         else:
             self._object({"schema": SCHEMA, "verb": self.verb, "ok": False, "error": error})

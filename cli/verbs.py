@@ -41,7 +41,8 @@ class Verb(NamedTuple):
         entry: the capability that is missing while there is no body; then the verb exits 70.
         check: refuses combinations that the single arguments allow, with `Usage`.
         detail: more paragraphs for the verb's own help.
-        streams: with `--json`, one object per line instead of one object.
+        streams: with `--json`, one object per line and an end line, instead of one object:
+            ``always``, or with ``--follow`` alone (``follow``).
     """
 
     name: str
@@ -52,7 +53,7 @@ class Verb(NamedTuple):
     entry: str = ""
     check: Callable[[Mapping[str, Any]], None] | None = None
     detail: str = ""
-    streams: bool = False
+    streams: str = ""
 
 
 def positional(
@@ -262,7 +263,7 @@ VERBS: Final[tuple[Verb, ...]] = (
         ),
         body="instances:logs",
         check=_logs,
-        streams=True,
+        streams="follow",
         detail="With --json it prints one object; with --follow, one object per line.",
     ),
     # -- work
@@ -292,7 +293,7 @@ VERBS: Final[tuple[Verb, ...]] = (
         ),
         entry="terminal",
         check=_attach,
-        streams=True,
+        streams="always",
         detail="Exits with the status of the program, 128 plus the signal, or 0 when detached.",
     ),
     Verb(
@@ -314,7 +315,7 @@ VERBS: Final[tuple[Verb, ...]] = (
             ),
         ),
         entry="terminal",
-        streams=True,
+        streams="always",
         detail="Exits with the status of the command; stdout and stderr stay apart.",
     ),
     Verb(
@@ -333,7 +334,7 @@ VERBS: Final[tuple[Verb, ...]] = (
         ),
         entry="harness",
         check=_run,
-        streams=True,
+        streams="always",
         detail="The reply goes to stdout, tool calls to stderr.",
     ),
     Verb(
@@ -438,7 +439,7 @@ VERBS: Final[tuple[Verb, ...]] = (
             option("--count", "N", values.integer(1, 1_000_000_000), "end after N packets"),
         ),
         entry="network",
-        streams=True,
+        streams="always",
     ),
     # -- credentials
     Verb(
@@ -563,12 +564,12 @@ VERBS: Final[tuple[Verb, ...]] = (
         HOST,
         "The log of a service.",
         (
-            SERVICE,
+            positional("NAME", values.OneOf(*SERVICES, "daemon"), "the service, or daemon"),
             switch("--follow", "go on with new lines until interrupted"),
             option("--tail", "N", values.integer(0, 1_000_000), "only the last N lines"),
         ),
         body="services:logs",
-        streams=True,
+        streams="follow",
         detail="With --json it prints one object; with --follow, one object per line.",
     ),
     Verb(
