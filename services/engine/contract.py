@@ -6,9 +6,12 @@ about what the host did. It believes no virtual machine: what QEMU or Firecracke
 capped and checked, because after an escape it is the guest that speaks. It parses no byte
 of a guest at all: a stream that it dials is handed on as a descriptor, unread.
 
-Channel and netstack get those descriptors on a socket of their own, `dial/channel` and
+Channel and netstack get those descriptors on a socket of their own, in `dial/channel` and
 `dial/netstack`; each is mounted into that one service, so the socket says who is asking and
-which ports it may have.
+which ports it may have. A request names instance, boot, port and deadline. It is answered
+with one descriptor of a connected stream, or with why there is none: `refused` when nobody
+in the guest has bound the port, `no-driver` when the guest said nothing by the deadline,
+because it still boots, is paused or hangs. Many may be under way at once.
 """
 
 from __future__ import annotations
@@ -36,6 +39,13 @@ class Instance(Wire, frozen=True):
     instance: str  # the id, 32 lowercase hex digits; a name never reaches the helper
 
 
+class Vmm(Wire, frozen=True):
+    """One run of an instance. What was meant for an earlier one is refused as a conflict."""
+
+    instance: str
+    boot: int
+
+
 class Create(Wire, frozen=True):
     instance: str
     disk_bytes: int  # size of the sparse data disk
@@ -61,7 +71,9 @@ class Boot(Wire, frozen=True):
 
 class Observed(Wire, frozen=True):
     instance: str
-    state: Literal["stopped", "running", "paused"]  # of the VMM, not what a guest says
+    # Of the VMM, not what a guest says. That one runs at all is seen by its pidfd; whether
+    # its vCPUs do is its own word, and `unreachable` when it gave none in time.
+    state: Literal["stopped", "running", "paused", "unreachable"]
     boot: int | None  # of the VMM that runs or ran last; None when none ever ran
     exit_status: int | None  # how the last VMM ended; both None while one runs, or none ran
     exit_signal: int | None
@@ -101,14 +113,15 @@ CONTRACT = Contract(
             kind=Kind.IDEMPOTENT,
             request=Boot,
             reply=Observed,
-            deadline_s=120,
+            deadline_s=60,
             data=Data.RECORD,
-            summary="Starts the VMM and its companions; answered when the vCPUs run.",
+            summary="Starts the VMM and its companions; answered when it runs, not when the "
+            "guest does: that is for channel.provision to tell.",
         ),
         Method(
             name="pause",
             kind=Kind.IDEMPOTENT,
-            request=Instance,
+            request=Vmm,
             reply=Observed,
             deadline_s=30,
             data=Data.RECORD,
@@ -117,7 +130,7 @@ CONTRACT = Contract(
         Method(
             name="resume",
             kind=Kind.IDEMPOTENT,
-            request=Instance,
+            request=Vmm,
             reply=Observed,
             deadline_s=30,
             data=Data.RECORD,
@@ -126,7 +139,7 @@ CONTRACT = Contract(
         Method(
             name="kill",
             kind=Kind.IDEMPOTENT,
-            request=Instance,
+            request=Vmm,
             reply=Observed,
             deadline_s=30,
             data=Data.RECORD,
@@ -139,7 +152,7 @@ CONTRACT = Contract(
             reply=Observed,
             deadline_s=10,
             data=Data.RECORD,
-            summary="What is really there. Refused as state-unknown when it cannot be seen.",
+            summary="What is really there. Refused as state-unknown when the helper is silent.",
         ),
         Method(
             name="list",
@@ -162,7 +175,11 @@ CONTRACT = Contract(
     ),
     events=(
         Event(name="vmm-started", summary="A VMM runs, with its process and boot number."),
-        Event(name="vmm-ended", summary="A VMM is gone, and how it ended."),
+        Event(name="vmm-adopted", summary="One that ran before this start was found again."),
+        Event(name="vmm-ended", summary="A VMM is gone: by the guest, a kill, or by itself."),
+        Event(name="companion-ended", summary="Its vsock device or network worker is gone."),
+        Event(name="helper-lost", summary="The helper does not answer; what runs goes on."),
+        Event(name="helper-back", summary="The helper answers again."),
     ),
     wall=Wall(
         calls=("registry",),

@@ -65,7 +65,7 @@ class Images(Wire, frozen=True):
 class Machine(Wire, frozen=True):
     """What the engine said when it was last asked."""
 
-    state: str  # of the VMM: stopped, running or paused
+    state: str  # of the VMM: stopped, running, paused or unreachable
     boot: int | None
     exit_status: int | None
     exit_signal: int | None
