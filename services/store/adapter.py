@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from agent_box.bus.errors import Reason, Refusal
+from agent_box.bus.outcomes import Outcomes, Prior
 from agent_box.bus.schema import Empty
 from agent_box.process.secret import Secret
 from agent_box.store import core as deciding
@@ -59,7 +60,8 @@ class Store:
         keys: its key directory.
         handed: gives what the launcher fetched outside the wall; asked only when custody
             says that the key comes from there.
-        prepare: makes the tables of others in the new database.
+        outcomes: makes the record of calls that must not be repeated, in the same database
+            as their effects, with its tables when they are missing.
         now_ms: Unix time in milliseconds.
 
     Attributes:
@@ -74,27 +76,28 @@ class Store:
         keys: Path,
         handed: Callable[[], Handed],
         log: Log,
-        prepare: Callable[[sqlite3.Connection], None],
+        outcomes: Callable[[sqlite3.Connection], Outcomes],
         now_ms: Callable[[], int] = unix_ms,
     ) -> None:
         self._path: Final = data / DATABASE
         self._new_path: Final = data / f"{DATABASE}.new"
         self._keys: Final = KeyDirectory(keys)
         self._log: Final = log
-        self._prepare: Final = prepare
+        self._make_outcomes: Final = outcomes
         self._now_ms: Final = now_ms
         self._one_derivation: Final = asyncio.Lock()  # each takes 256 MiB
         self._core: Core | None = None
         self._broken: str | None = None
         self.database: Database | None = None
+        self._outcomes: Outcomes | None = None
         try:
             self._open(handed)
         except (Damaged, FileRefused) as error:
             self._broken = str(error)
         except OSError as error:
-            self._broken = f"the store cannot be opened: {error.filename}: {error.strerror}"
+            self._broken = f"the store cannot be opened: {error.filename or keys}: {error.strerror}"
         except sqlite3.Error as error:
-            self._broken = f"the store cannot be made in {data}: {type(error).__name__}"
+            self._broken = f"the store cannot be made in {data}: {stored.name_of(error)}"
         if self.problem is not None:
             log.warning("the store is not open", problem=self.problem)
 
@@ -109,6 +112,22 @@ class Store:
     def close(self) -> None:
         if self.database is not None:
             self.database.close()
+
+    # ---------------------------------------------------- what became of calls: bus.Outcomes
+
+    def lookup(self, caller: str, request_id: bytes) -> Prior | None:
+        try:
+            return self._recorded().lookup(caller, request_id)
+        except sqlite3.Error as error:
+            raise self._serving()[1].refusal(error) from error
+
+    def record(self, caller: str, request_id: bytes, method: str, state: str, body: bytes) -> None:
+        database = self._serving()[1]
+        if database.connection.in_transaction:
+            self._recorded().record(caller, request_id, method, state, body)
+            return
+        with database.transaction():
+            self._recorded().record(caller, request_id, method, state, body)
 
     # --------------------------------------------------------------------------- verbs
 
@@ -211,6 +230,11 @@ class Store:
             raise Refusal(Reason.TAMPERED, f"the store does not serve: {self._broken}")
         return self._core, self.database
 
+    def _recorded(self) -> Outcomes:
+        self._serving()
+        assert self._outcomes is not None
+        return self._outcomes
+
     def _open(self, handed: Callable[[], Handed]) -> None:
         custody = self._keys.custody()
         if custody is None:
@@ -218,6 +242,10 @@ class Store:
         elif self._new_path.exists() and not self._path.exists():
             self._name_database()  # the first start was cut off before its last step
         self.database = Database(self._path)
+        try:
+            self._outcomes = self._make_outcomes(self.database.connection)
+        except sqlite3.Error:
+            raise Damaged(f"the database {self._path} is damaged: no record of calls") from None
         if self.database.id != custody.store:
             raise Damaged(
                 f"the database {self._path} belongs to another store than {self._keys.path}"
@@ -241,7 +269,7 @@ class Store:
             )
         birth = deciding.birth()
         self._keys.begin_key(birth.custody.key, birth.key.reveal())
-        stored.create(self._new_path, birth, self._prepare)
+        stored.create(self._new_path, birth, self._make_outcomes)
         self._keys.replace(birth.custody)
         self._name_database()
         self._log.info("made a new store")

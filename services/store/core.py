@@ -271,7 +271,9 @@ class Core:
         for name, pin in (book or {}).items():
             if name not in found:
                 found[name] = Credential(name=name, version=pin.version, updated_ms=0, problem=GONE)
-        problem = self.problem
+        # to be locked by a passphrase is how such a store starts, and no problem
+        waiting = self.locked and self.custody.protection == "passphrase"
+        problem = None if waiting else self.problem
         if problem is None and nameless:
             problem = f"rows without a valid name: {nameless}"
         return Credentials(

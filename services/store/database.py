@@ -46,7 +46,7 @@ class Damaged(Exception):
     """The file is not the database that it was. The message names it and what is wrong."""
 
 
-def create(path: Path, birth: Birth, prepare: Callable[[sqlite3.Connection], None]) -> None:
+def create(path: Path, birth: Birth, prepare: Callable[[sqlite3.Connection], object]) -> None:
     """Makes a complete new database at `path`, synced, with no companions beside it.
 
     Args:
@@ -96,7 +96,7 @@ class Database:
         except sqlite3.Error as error:
             raise Damaged(_damage(path, error)) from None
         try:
-            self._check_header()
+            self._check_version()
             row = self.connection.execute(
                 "SELECT id, fingerprint FROM store WHERE one = 1"
             ).fetchone()
@@ -177,7 +177,7 @@ class Database:
             self.connection.execute("COMMIT")
         except sqlite3.Error as error:
             self._undo()
-            raise self._refusal(error) from error
+            raise self.refusal(error) from error
         except BaseException:
             self._undo()
             raise
@@ -202,8 +202,8 @@ class Database:
         if self.connection.in_transaction:  # SQLite itself rolls back after some errors
             self.connection.execute("ROLLBACK")
 
-    def _refusal(self, error: sqlite3.Error) -> Refusal:
-        """What to answer when SQLite could not write."""
+    def refusal(self, error: sqlite3.Error) -> Refusal:
+        """What to answer when SQLite could not do it."""
         code = getattr(error, "sqlite_errorcode", 0)
         where = self.path.parent
         if code in _NO_SPACE or (code & 0xFF == sqlite3.SQLITE_IOERR and _is_full(where)):
@@ -216,16 +216,9 @@ class Database:
             return Refusal(Reason.WRONG_STATE, f"{self.path} is read-only; nothing has changed")
         return Refusal(Reason.TAMPERED, _damage(self.path, error))
 
-    def _check_header(self) -> None:
-        facts = [
-            self.connection.execute(f"PRAGMA {pragma}").fetchone()[0]
-            for pragma in ("application_id", "user_version")
-        ]
-        if facts[0] != APPLICATION_ID:
-            raise Damaged(
-                f"the database {self.path} was emptied or replaced: it is not a credential store"
-            )
-        if facts[1] != SCHEMA_VERSION:
+    def _check_version(self) -> None:
+        version = self.connection.execute("PRAGMA user_version").fetchone()[0]
+        if version != SCHEMA_VERSION:
             raise Damaged(f"the database {self.path} is of another version of agent-box")
 
     def _check_pages(self) -> str | None:
@@ -260,18 +253,27 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def _check_file(path: Path) -> None:
+    """Looks at the file before SQLite does, which would begin to change what is not ours."""
     try:
         facts = os.lstat(path)
+        if not stat.S_ISREG(facts.st_mode):
+            raise Damaged(f"the database {path} is not a regular file")
+        if facts.st_uid != os.geteuid():
+            raise Damaged(f"the database {path} belongs to uid {facts.st_uid}")
+        with open(path, "rb") as file:
+            header = file.read(100)
     except FileNotFoundError:
         raise Damaged(f"the database {path} is missing") from None
     except OSError as error:
         raise Damaged(f"the database {path}: {error.strerror}") from None
-    if not stat.S_ISREG(facts.st_mode):
-        raise Damaged(f"the database {path} is not a regular file")
-    if facts.st_uid != os.geteuid():
-        raise Damaged(f"the database {path} belongs to uid {facts.st_uid}")
-    if facts.st_size == 0:
+    if not header:
         raise Damaged(f"the database {path} was emptied: it has no bytes")
+    if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
+        raise Damaged(f"the database {path} is damaged: it is not a SQLite file")
+    if int.from_bytes(header[68:72], "big") != APPLICATION_ID:  # sqlite.org/fileformat2.html
+        raise Damaged(f"the database {path} was replaced: it is not a credential store")
+    if not os.access(path, os.W_OK):
+        raise Damaged(f"the database {path} is read-only")
 
 
 def _companions(path: Path) -> tuple[Path, ...]:
@@ -296,9 +298,13 @@ def _is_full(path: Path) -> bool:
     return False
 
 
+def name_of(error: sqlite3.Error) -> str:
+    """SQLite's name for it, of a closed set: unlike a message, it cannot hold a value."""
+    name: str = getattr(error, "sqlite_errorname", "unknown error")
+    return "the disk is full" if name == "SQLITE_FULL" else name
+
+
 def _damage(path: Path, error: sqlite3.Error) -> str:
-    """SQLite's own words are of its closed set; they never hold a value."""
-    name = getattr(error, "sqlite_errorname", "")
-    if name == "SQLITE_BUSY":
+    if getattr(error, "sqlite_errorname", "") == "SQLITE_BUSY":
         return f"the database {path} is in use by another process"
-    return f"the database {path} is damaged or cannot be read ({name or 'unknown error'})"
+    return f"the database {path} is damaged or cannot be read ({name_of(error)})"

@@ -8,14 +8,9 @@ crypto library.
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
-NAME_RULE: Final = (
-    "1 to 64 lowercase letters, digits, dots, underscores and hyphens, "
-    "with a letter or digit at the start"
-)
-_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
+from agent_box.config import values
 
 VALUE_MAX: Final = 64 << 10  # bytes
 PASSPHRASE_MAX: Final = 1024  # bytes
@@ -25,10 +20,8 @@ _NAMED: Final = {0x00: "NUL", 0x0A: "a line feed", 0x0D: "a carriage return"}
 
 
 def name(untrusted: str) -> str:
-    """A credential's name. ValueError whose message is the rule."""
-    if not _NAME.fullmatch(untrusted):
-        raise ValueError(NAME_RULE)
-    return untrusted
+    """A credential's name, by the rule that the config has too. ValueError tells the rule."""
+    return values.credential(untrusted)
 
 
 def value(untrusted: bytes) -> bytes:
