@@ -2,11 +2,12 @@
 
     skeleton.run(CONTRACT, build)
 
-In this order: refuse uid 0, close the inner walls, read keys and policy, build, bind, start,
-say ready. Then wait for the end, which is one of three:
+In this order: refuse uid 0, close the inner walls, be alone, read keys and policy, build,
+bind, start, say ready. Then wait for the end, which is one of four:
 - SIGTERM or a call of `drain`: nothing new is taken, what has begun is finished, exit 0;
 - a defect outside of a call (a task that failed, a callback that raised): logged under an
   id, exit 1, and the supervisor starts it again;
+- the end of the supervisor, at once and whatever is under way (`lifeline`);
 - something that no new start can mend (root, no wall, no keys, a bad policy): one line, exit
   71, and the supervisor leaves it down.
 
@@ -33,7 +34,7 @@ from agent_box.bus.outcomes import Outcomes
 from agent_box.bus.schema import Contract
 from agent_box.bus.server import Handler, Server, StreamHandler
 from agent_box.bus.wire import EPOCH_BYTES
-from agent_box.process import confine, inside
+from agent_box.process import confine, inside, lifeline
 from agent_box.process.log import Log, install
 from agent_box.process.paths import ROLES, Paths, PathsError
 from agent_box.process.tasks import TaskSet
@@ -42,6 +43,8 @@ EXIT_FAILED: Final = 1
 EXIT_FATAL: Final = 71  # starting it again cannot help
 DRAIN_SECONDS: Final = 6.0  # less than the supervisor waits before it kills
 CLOSE_SECONDS: Final = 2.0
+ALONE_SECONDS: Final = 5.0  # for the last process of the same service to be gone
+LOCK_FILE: Final = "lock"
 
 
 class CannotServe(Exception):
@@ -240,11 +243,17 @@ def _live(contract: Contract, build: Build, asked: _Asked, log: Log) -> int:
     try:
         wanted = confine.profile(contract, arguments.paths, arguments.config)
         entered = inside.enter(wanted, arguments.inner_filter)
+        _lock = lifeline.alone(
+            arguments.paths.data(contract.service) / LOCK_FILE, seconds=ALONE_SECONDS
+        )
         keys = load_secret(arguments.paths.keys(contract.service))
         public_keys = load_all_public(arguments.paths.public_keys, ROLES)
         grants = policy.load(None, (contract,))
     except (confine.ConfineError, inside.EnterError, KeysError, policy.PolicyError) as error:
         raise CannotServe(str(error)) from error
+    except lifeline.Busy as error:
+        log.error("not alone", why=str(error))
+        return EXIT_FAILED
     with asyncio.Runner() as runner:
         return runner.run(
             _serve(contract, build, arguments, asked, log, keys, public_keys, grants, entered)
@@ -332,6 +341,8 @@ class _End:
             self._loop.add_signal_handler(number, self.asked)
         if asked.stop:
             self.asked()
+        if lifeline.hangs_on_it():
+            self._loop.add_reader(lifeline.STDIN, self._lifeline)
         self._loop.set_exception_handler(self._loop_failed)
 
     def asked(self) -> None:
@@ -347,6 +358,10 @@ class _End:
     def _reach(self, *, failed: bool) -> None:
         if not self._reached.done():
             self._reached.set_result(failed)
+
+    def _lifeline(self) -> None:
+        if not os.read(lifeline.STDIN, 4096):
+            os._exit(EXIT_FAILED)  # nobody reads our log any more
 
     def _loop_failed(self, _loop: asyncio.AbstractEventLoop, what: dict[str, Any]) -> None:
         message = what.get("message", "")

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -92,9 +91,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         running.end()
 
 
-def sleeper(mark: str = "") -> list[str]:
-    """A program that lives long and has a word of its own in its command line."""
-    return ["/bin/sh", "-c", f"exec sleep 1000{mark and f'.0{int(mark, 16):d}'}"]
+def sleeper(fraction: str = "") -> list[str]:
+    """A program that lives long; with digits of its own in its command line."""
+    return ["/bin/sh", "-c", f"exec sleep 1000{fraction}"]
 
 
 # ------------------------------------------------------------------- configuration
@@ -308,10 +307,10 @@ def test_no_program_outlives_supervisord_whenever_that_is_killed(tmp_path: Path)
     """Killed at any moment of its start too, when a child may not be a program yet."""
     dice = random.Random(5)
     for n in range(12):
-        word = uuid.uuid4().hex
+        word = f".{secrets.randbits(60)}"
         root = tmp_path / str(n)
         names = ("registry", "store", "broker", "netstack", "channel", "engine")
-        running = Running(root, *([s, "/bin/sh", "-c", "sleep 1000; :", word] for s in names))
+        running = Running(root, *([s, *sleeper(word)] for s in names))
         running.wait()
         time.sleep(dice.uniform(0, 0.04))  # not a wait for anything: the moment is the test
         running.process.kill()
