@@ -114,6 +114,8 @@ class Wall:
             besides its bus socket, writable, e.g. ``dial/channel``.
         dials: directories below the runtime directory with sockets on which somebody else
             listens for this service alone, mounted read-only (connect needs no more).
+        launcher: a module that runs outside of the wall before each start, as
+            ``--keys DIR -- COMMAND...``, and becomes the service; empty for none.
         syscalls: names of system calls allowed beyond the base set, each with its reason.
         open_files: RLIMIT_NOFILE.
         memory_mib: RLIMIT_DATA in MiB, a bound on runaway growth, not a working-set figure.
@@ -125,6 +127,7 @@ class Wall:
     config: bool = False
     sockets: tuple[str, ...] = ()
     dials: tuple[str, ...] = ()
+    launcher: str = ""
     syscalls: tuple[tuple[str, str], ...] = ()
     open_files: int = 1024
     memory_mib: int = 512

@@ -33,7 +33,7 @@ from agent_box.process.supervision import (
 EXIT_CANNOT: Final = 2
 _ANSWER: Final = {"schema": 1, "verb": "daemon"}
 KEPT: Final = (
-    "HOME", "LANG", "LC_ALL", "LOGNAME", "TZ", "USER",
+    "DBUS_SESSION_BUS_ADDRESS", "HOME", "LANG", "LC_ALL", "LOGNAME", "TZ", "USER",
     "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME",
 )  # fmt: skip
 PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -286,10 +286,18 @@ def programs(paths: Paths, config: Path | None) -> list[Program]:
             wall = confine.profile(contract, paths, config)
             filters = confine.write_filters(wall, paths.supervisor)
             argv = confine.command(wall, confine.arguments(contract, paths, config), filters)
+            argv = [*_launcher(contract.wall.launcher, paths.keys(service)), *argv]
         except (confine.ConfineError, SeccompError) as error:
             raise Cannot("confinement-failed", str(error)) from error
         found.append(Program(service, tuple(argv)))
     return found
+
+
+def _launcher(module: str, keys: Path) -> list[str]:
+    """What runs before the wall is built, and becomes the confined service."""
+    if not module:
+        return []
+    return [sys.executable, "-I", "-B", "-m", module, "--keys", str(keys), "--"]
 
 
 def _check_config(config: Path | None) -> None:

@@ -36,7 +36,7 @@ from agent_box.store.contract import (
 from agent_box.store.core import Core
 from agent_box.store.custody import HANDED, Custody
 from agent_box.store.database import Damaged, Database
-from agent_box.store.files import FileRefused, KeyDirectory
+from agent_box.store.files import FileRefused, KeyDirectory, sync_directory
 from agent_box.store.handing import Handed
 
 DATABASE: Final = "credentials.db"
@@ -277,7 +277,7 @@ class Store:
 
     def _name_database(self) -> None:
         os.rename(self._new_path, self._path)
-        stored.sync_directory(self._path.parent)
+        sync_directory(self._path.parent)
 
     def _find_key(self, core: Core, handed: Callable[[], Handed]) -> None:
         custody = core.custody
@@ -330,10 +330,10 @@ class Store:
         if core.open:
             return  # by another call, while this one derived its key
         try:
-            core.unwrap(key)
+            opened = core.unwrap(key)
         except seal.Unsealable:
             raise Refusal(Reason.DENIED, otherwise) from None
-        if not core.open:
+        if not opened:
             raise Refusal(Reason.TAMPERED, f"the store stays closed: {core.problem}")
         self._log.info("unlocked")
         self._tidy(core.custody)

@@ -147,10 +147,13 @@ CONTRACT = Contract(
     ),
     events=(),
     wall=Wall(
+        launcher="agent_box.store.keysource",
         memory_mib=768,
         why=(
-            "Needs only its own database and its own keys. The memory is for Argon2id, which "
-            "takes 256 MiB so that guessing a passphrase costs as much."
+            "Needs only its own database and its own keys. The launcher asks the OS keyring or "
+            "systemd-creds for the master key, when one of them has it, and leaves it in a pipe. "
+            "The memory is for Argon2id, which takes 256 MiB so that guessing a passphrase "
+            "costs as much."
         ),
     ),
 )

@@ -112,8 +112,11 @@ class Core:
     def open(self) -> bool:
         return self._data_key is not None
 
-    def unwrap(self, key: Secret) -> None:
+    def unwrap(self, key: Secret) -> bool:
         """Opens the store with the key-encryption key.
+
+        Returns:
+            Whether it is open now; else `problem` says why not.
 
         Raises:
             seal.Unsealable: the key is another one, or the custody file was changed.
@@ -121,11 +124,12 @@ class Core:
         data_key = seal.unseal(key, self.custody.wrapped, _wrapping(self.custody))
         if seal.fingerprint(data_key) != self._fingerprint:
             self.fail(WRONG_KEY)
-            return
+            return False
         self._data_key = data_key
         self._row_key = seal.subkey(data_key, b"credential")
         self._book_key = seal.subkey(data_key, b"book")
         self.locked, self.problem = False, None
+        return True
 
     def lock(self, why: str) -> None:
         """The key has to come from outside: a person, the keyring, systemd."""
