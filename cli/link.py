@@ -140,6 +140,20 @@ def connect(here: Place, name: str) -> Client:
     )
 
 
+def ask_hello(client: Client, seconds: float) -> Hello:
+    """What a service says of itself.
+
+    Raises:
+        Refusal: it does not say anything in time.
+    """
+    from agent_box.bus.base import Hello
+    from agent_box.bus.schema import Empty
+
+    hello = client.call("hello", Empty(), deadline_s=seconds)
+    assert isinstance(hello, Hello)
+    return hello
+
+
 def started(here: Place, out: Render, deadline: float) -> lock.Holder:
     """Makes sure that a daemon runs, with our config file, and says who it is.
 
@@ -286,7 +300,6 @@ def ready(
         Failure, PathsError, ConfigError: as `service`.
     """
     from agent_box.bus.errors import Code, Refusal
-    from agent_box.bus.schema import Empty
 
     begun = time.monotonic()
     deadline = begun + READY_S
@@ -300,7 +313,7 @@ def ready(
                 client = connect(here, name)
             try:
                 left = max(0.05, deadline - time.monotonic())
-                hello: Hello = client.call("hello", Empty(), deadline_s=min(_HELLO_S, left))
+                hello = ask_hello(client, min(_HELLO_S, left))
             except Refusal as refusal:
                 if refusal.code not in (Code.UNAVAILABLE, Code.DEADLINE, Code.UNKNOWN_OUTCOME):
                     raise

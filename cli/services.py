@@ -18,7 +18,7 @@ from agent_box.cli.render import Failure, Render, table
 from agent_box.process.paths import SERVICES, Paths
 
 if TYPE_CHECKING:
-    from agent_box.bus.base import Hello
+    from agent_box.bus.base import Confinement, Hello
     from agent_box.process.supervision import Control, Status
 
 HELLO_S: Final = 1.0  # what a service has to answer in `service list`
@@ -150,13 +150,11 @@ def _duration(ms: int) -> str:
 def _hello(here: link.Place, name: str) -> Hello | str:
     """What the service says of itself, or why it said nothing."""
     from agent_box.bus.errors import Refusal
-    from agent_box.bus.schema import Empty
 
     try:
         client = link.connect(here, name)
         try:
-            hello: Hello = client.call("hello", Empty(), deadline_s=HELLO_S)
-            return hello
+            return link.ask_hello(client, HELLO_S)
         finally:
             client.close()
     except (Refusal, Failure) as error:
@@ -240,6 +238,64 @@ def _restart(here: link.Place, control: Control, name: str, out: Render) -> dict
         "version": hello.version,
         "took_ms": int((time.monotonic() - begun) * 1000),
     }
+
+
+# ------------------------------------------------------------------------- inspect
+
+
+def inspect(out: Render, *, name: str) -> None:
+    """The wall of a service: declared, as the kernel shows it, and as the service says."""
+    from importlib import import_module
+
+    from agent_box.cli import walls
+    from agent_box.process.confine import ConfineError
+    from agent_box.process.seccomp import SeccompError
+
+    contract = import_module(f"agent_box.{name}.contract").CONTRACT
+    with link.supervisor(out) as (here, control):
+        status = _statuses(control).get(name)
+        if status is None or status.pid is None:
+            state = "unknown" if status is None else status.state
+            raise Failure(4, "wrong-state", f"{name} does not run: {state}", state=state)
+        said = _confinement(here, name)
+        pid = confined_pid(status.pid)
+        try:
+            lines = walls.lines(
+                contract,
+                here.paths,
+                here.config,
+                walls.see(status.pid, pid),
+                None if isinstance(said, str) else said,
+            )
+        except (OSError, ConfineError, SeccompError) as error:
+            raise Failure(1, "not-observed", f"{name}: {error}") from error
+    if isinstance(said, str):
+        out.warning(f"{name} says nothing of itself: {said}")
+    different = [line.key for line in lines if line.verdict == "differs"]
+    facts = {"service": name, "pid": pid, "lines": [line.fields() for line in lines]}
+    text = "\n".join(line.text() for line in lines)
+    if different:
+        message = f"{name}: not as declared: {', '.join(different)}"
+        raise Failure(1, "wall-differs", message, text=text, **facts)
+    out.result(facts, text)
+
+
+def _confinement(here: link.Place, name: str) -> Confinement | str:
+    """What the service reads of itself, or why it said nothing."""
+    from agent_box.bus.base import Confinement
+    from agent_box.bus.errors import Refusal
+    from agent_box.bus.schema import Empty
+
+    try:
+        client = link.connect(here, name)
+        try:
+            said = client.call("confinement", Empty(), deadline_s=HELLO_S)
+            assert isinstance(said, Confinement)
+            return said
+        finally:
+            client.close()
+    except (Refusal, Failure) as error:
+        return error.message
 
 
 # ---------------------------------------------------------------------------- logs

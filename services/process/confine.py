@@ -41,7 +41,7 @@ DEV_BYTES: Final = 64 << 10
 FILE_BYTES: Final = 4 << 30  # RLIMIT_FSIZE
 THREADS: Final = 128  # RLIMIT_NPROC
 _PROBE_SECONDS: Final = 20.0
-_DEVICES: Final = ("null", "zero", "full", "random", "urandom")
+DEVICES: Final = ("null", "zero", "full", "random", "urandom")
 _SYSTEM_LINKS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _CERTIFICATES: Final = (
     "/etc/ssl/certs",
@@ -97,7 +97,7 @@ class Profile:
     def landlock(self) -> tuple[Rule, ...]:
         """The rules of the second wall: what is mounted, and nothing more."""
         rules = [Rule(mount.path, mount.writable) for mount in self.mounts]
-        rules += [Rule(Path("/dev") / name, True) for name in _DEVICES]
+        rules += [Rule(Path("/dev") / name, True) for name in DEVICES]
         return (*rules, Rule(Path("/proc"), False), Rule(Path("/tmp"), True))
 
     def filter(self) -> seccomp.Filter:
@@ -287,7 +287,7 @@ def bwrap_arguments(wanted: Profile) -> list[str]:
         words += ["--setenv", name, value]
     words += ["--proc", "/proc", "--remount-ro", "/proc"]
     words += ["--size", str(DEV_BYTES), "--tmpfs", "/dev"]
-    for name in _DEVICES:
+    for name in DEVICES:
         words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     words += ["--remount-ro", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
     for mount in wanted.mounts:

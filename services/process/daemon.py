@@ -61,7 +61,11 @@ class Options(NamedTuple):
 
 
 def command(
-    config: Path | None, *, background: bool = False, report: int | None = None
+    config: Path | None,
+    *,
+    json: bool = False,
+    background: bool = False,
+    report: int | None = None,
 ) -> list[str]:
     """The command line of the daemon.
 
