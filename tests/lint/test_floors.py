@@ -23,10 +23,16 @@ FLOORS: dict[str, set[str]] = {
     "guest": set(),  # runs in the guest: the standard library only
     "helper": set(),  # may run as root: the standard library only
 }
-# Single modules that may look further, each for a reason.
+# Single modules that may look further, each for a reason: at a room, or one module of it.
 WINDOWS: dict[str, set[str]] = {
     # what every service's __main__ calls: it joins the life of a process to the bus
     "agent_box.process.skeleton": {"bus"},
+    # lays everything out before the services start: keys, and whether the config is one
+    "agent_box.process.daemon": {"bus", "config"},
+    # builds walls from contracts, so it has to know their words
+    "agent_box.process.confine": {"bus.schema"},
+    # one set of rules for names and values, asked where they are typed and where they are kept
+    "agent_box.cli.secrets": {"store.rules"},
 }
 ALONE = {"guest", "helper"}
 
@@ -39,11 +45,11 @@ def upward(module: Module) -> Iterator[str]:
         if parts[0] != "agent_box" or len(parts) < 2:
             continue
         contract = len(parts) > 2 and parts[2] == "contract" and module.room not in ALONE
-        if parts[1] in FLOORS and parts[1] not in allowed and not contract:
+        seen = parts[1] in allowed or ".".join(parts[1:3]) in allowed
+        if parts[1] in FLOORS and not seen and not contract:
             # `from agent_box.store import contract` tells the package first: harmless
-            if len(parts) == 2 and any(
-                n.startswith(f"{name}.contract") for n, _, _ in module.imports
-            ):
+            rest = [n for n, at, _ in module.imports if at == line and n.startswith(f"{name}.")]
+            if len(parts) == 2 and rest:
                 continue
             if module.file == "contract.py" and name.startswith("agent_box.bus"):
                 continue  # what a contract may import is a rule of its own
