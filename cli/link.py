@@ -99,18 +99,26 @@ def service(name: str, out: Render) -> Iterator[Client]:
         client.close()
 
 
-@contextmanager
-def supervisor(out: Render) -> Iterator[tuple[Place, Control]]:
-    """supervisord's control; starts the daemon when there is none.
+def supervisor(out: Render) -> tuple[Place, Control]:
+    """supervisord's control, once it answers; starts the daemon when there is none.
 
     Raises:
         Failure, PathsError, ConfigError: as `service`.
     """
-    from agent_box.process.supervision import Control
+    from agent_box.process.supervision import Control, ControlError
 
     here = place()
-    started(here, out, time.monotonic() + READY_S)
-    yield here, Control(here.paths.supervisor)
+    deadline = time.monotonic() + READY_S
+    control = Control(here.paths.supervisor)
+    while True:
+        holder = started(here, out, deadline)
+        try:
+            control.statuses()
+            return here, control
+        except ControlError as error:  # the lock is taken before supervisord is there
+            if time.monotonic() > deadline:
+                raise Failure(2, "daemon-failed", str(error)) from error
+        _pause(holder.pid, 0.05)
 
 
 def connect(here: Place, name: str) -> Client:

@@ -10,7 +10,6 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from agent_box.cli import link
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     from agent_box.bus.base import Confinement, Hello
     from agent_box.process.supervision import Control, Status
 
-HELLO_S: Final = 1.0  # what a service has to answer in `service list`
+HELLO_S: Final = 1.0  # what a service has to answer in
+YOUNG_S: Final = 5.0  # the same, and the age, of one that was started just now
 STOP_S: Final = 40.0  # what the daemon has to end in; its services have 10 s each, at once
 FOLLOW_TAIL: Final = 10
 
@@ -78,10 +78,9 @@ def _end(here: link.Place, pid: int) -> bool:
 
 def list_services(out: Render) -> None:
     """One row per service. A service that is stuck does not hold up the others."""
-    with link.supervisor(out) as (here, control):
-        hellos: dict[str, Hello | str] = {}
-        statuses = _statuses(control)
-        _each(SERVICES, lambda name: hellos.__setitem__(name, _hello(here, name)))
+    here, control = link.supervisor(out)
+    statuses = _statuses(control)
+    hellos = _hellos(here, statuses)
     holder = link.holder(here)
     rows = [_row(name, statuses.get(name), hellos[name]) for name in SERVICES]
     out.result(
@@ -93,23 +92,26 @@ def list_services(out: Render) -> None:
             },
             "services": rows,
         },
-        table(
-            ("NAME", "STATE", "READY", "PID", "UPTIME", "RESTARTS", "EPOCH", "PROBLEM"),
-            [
-                (
-                    row["name"],
-                    row["state"],
-                    _ready_word(row),
-                    row["pid"] or "-",
-                    "-" if row["uptime_ms"] is None else _duration(row["uptime_ms"]),
-                    row["restarts"],
-                    (row["epoch"] or "-")[:8],
-                    row["problem"] or "-",
-                )
-                for row in rows
-            ],
-        ),
+        _table(rows),
     )
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    header = ("NAME", "STATE", "READY", "PID", "UPTIME", "RESTARTS", "EPOCH")
+    lines = [
+        (
+            row["name"],
+            row["state"],
+            _ready_word(row),
+            row["pid"] or "-",
+            "-" if row["uptime_ms"] is None else _duration(row["uptime_ms"]),
+            row["restarts"],
+            (row["epoch"] or "-")[:8],
+        )
+        for row in rows
+    ]
+    problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
+    return "\n".join([table(header, lines), *([""] if problems else []), *problems])
 
 
 def _row(name: str, status: Status | None, hello: Hello | str) -> dict[str, Any]:
@@ -147,14 +149,34 @@ def _duration(ms: int) -> str:
     return f"{seconds}s"
 
 
-def _hello(here: link.Place, name: str) -> Hello | str:
+def _hellos(here: link.Place, statuses: dict[str, Status]) -> dict[str, Hello | str]:
+    """What each says, all asked at the same time."""
+    found: dict[str, Hello | str] = {}
+
+    def ask(name: str) -> None:
+        status = statuses.get(name)
+        age_ms = None if status is None else status.uptime_ms
+        is_young = age_ms is not None and age_ms < YOUNG_S * 1000
+        found[name] = _hello(here, name, YOUNG_S if is_young else HELLO_S)
+
+    from threading import Thread
+
+    threads = [Thread(target=ask, args=(name,)) for name in SERVICES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def _hello(here: link.Place, name: str, seconds: float = HELLO_S) -> Hello | str:
     """What the service says of itself, or why it said nothing."""
     from agent_box.bus.errors import Refusal
 
     try:
         client = link.connect(here, name)
         try:
-            return link.ask_hello(client, HELLO_S)
+            return link.ask_hello(client, seconds)
         finally:
             client.close()
     except (Refusal, Failure) as error:
@@ -168,17 +190,6 @@ def _statuses(control: Control) -> dict[str, Status]:
         return control.statuses()
     except ControlError as error:
         raise Failure(2, "daemon-failed", str(error)) from error
-
-
-def _each(names: tuple[str, ...], work: Callable[[str], object]) -> None:
-    """Does it for all at the same time."""
-    from threading import Thread
-
-    threads = [Thread(target=work, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def confined_pid(outer: int) -> int:
@@ -209,10 +220,8 @@ def confined_pid(outer: int) -> int:
 def restart(out: Render, *, name: str) -> None:
     """Lets a service finish, starts it anew, and waits for the new one to be ready."""
     names = SERVICES if name == "all" else (name,)
-    rows = []
-    with link.supervisor(out) as (here, control):
-        for each in names:
-            rows.append(_restart(here, control, each, out))
+    here, control = link.supervisor(out)
+    rows = [_restart(here, control, each, out) for each in names]
     text = "\n".join(f"{r['name']} is ready again after {r['took_ms']} ms" for r in rows)
     out.result({"services": rows}, text)
 
@@ -222,8 +231,7 @@ def _restart(here: link.Place, control: Control, name: str, out: Render) -> dict
 
     before = _hello(here, name)
     begun = time.monotonic()
-    if len(SERVICES) > 1:
-        out.progress(f"restarting {name} ...")
+    out.progress(f"restarting {name} ...")
     try:
         control.stop(name)
         control.start(name)
@@ -252,23 +260,23 @@ def inspect(out: Render, *, name: str) -> None:
     from agent_box.process.seccomp import SeccompError
 
     contract = import_module(f"agent_box.{name}.contract").CONTRACT
-    with link.supervisor(out) as (here, control):
-        status = _statuses(control).get(name)
-        if status is None or status.pid is None:
-            state = "unknown" if status is None else status.state
-            raise Failure(4, "wrong-state", f"{name} does not run: {state}", state=state)
-        said = _confinement(here, name)
-        pid = confined_pid(status.pid)
-        try:
-            lines = walls.lines(
-                contract,
-                here.paths,
-                here.config,
-                walls.see(status.pid, pid),
-                None if isinstance(said, str) else said,
-            )
-        except (OSError, ConfineError, SeccompError) as error:
-            raise Failure(1, "not-observed", f"{name}: {error}") from error
+    here, control = link.supervisor(out)
+    status = _statuses(control).get(name)
+    if status is None or status.pid is None:
+        state = "unknown" if status is None else status.state
+        raise Failure(4, "wrong-state", f"{name} does not run: {state}", state=state)
+    said = _confinement(here, name)
+    pid = confined_pid(status.pid)
+    try:
+        lines = walls.lines(
+            contract,
+            here.paths,
+            here.config,
+            walls.see(status.pid, pid),
+            None if isinstance(said, str) else said,
+        )
+    except (OSError, ConfineError, SeccompError) as error:
+        raise Failure(1, "not-observed", f"{name}: {error}") from error
     if isinstance(said, str):
         out.warning(f"{name} says nothing of itself: {said}")
     different = [line.key for line in lines if line.verdict == "differs"]
