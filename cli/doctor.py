@@ -185,18 +185,35 @@ def _helper(daemon: _Daemon | None, config: Config) -> Iterator[Line]:
 # ------------------------------------------------------------------ what a daemon can tell
 
 
+def _down(paths: Paths) -> dict[str, str]:
+    """The services that supervisord has given up, and why; the others may be asked."""
+    from agent_box.process.supervision import Control, ControlError
+
+    try:
+        statuses = Control(paths.supervisor).statuses()
+    except ControlError:
+        return {}  # it may be on its way up or down: the services themselves will tell
+    return {
+        name: f"it stays down: {status.reason}"
+        for name, status in statuses.items()
+        if status.state == "fatal"
+    }
+
+
 class _Daemon(NamedTuple):
     """A daemon that runs, or the place where one would."""
 
     place: link.Place
     holder: Holder | None
     agrees: bool  # it was started with the config file that our search finds
+    silent: dict[str, str]  # services that gave no answer, and why: none is waited for twice
 
     @classmethod
     def look(cls, paths: Paths, config: Config) -> _Daemon:
         place = link.Place(paths, Path(config.source) if config.source else None)
         holder = link.holder(place)
-        return cls(place, holder, holder is None or (holder.config or "") == config.source)
+        agrees = holder is None or (holder.config or "") == config.source
+        return cls(place, holder, agrees, {} if holder is None else _down(paths))
 
     def line(self) -> Iterator[Line]:
         evidence = "/proc/locks"
@@ -217,10 +234,13 @@ class _Daemon(NamedTuple):
         otherwise: Callable[[str], Line],
     ) -> Iterator[Line]:
         """The lines of `question`, put to a service; or one line with why there is no answer."""
-        from agent_box.bus.errors import Refusal
+        from agent_box.bus.errors import Reason, Refusal
 
         if self.holder is None:
             yield otherwise("unknown: no daemon runs")
+            return
+        if name in self.silent:
+            yield otherwise(self.silent[name])
             return
         try:
             client = link.connect(self.place, name)
@@ -231,6 +251,8 @@ class _Daemon(NamedTuple):
             lines = list(question(client))
         except Refusal as refusal:
             lines = [otherwise(refusal.message)]
+            if refusal.reason in (Reason.UNAVAILABLE, Reason.DEADLINE, Reason.CONNECTION_LOST):
+                self.silent[name] = refusal.message
         finally:
             client.close()
         yield from lines

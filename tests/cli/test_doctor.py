@@ -6,15 +6,19 @@ import ctypes.util
 import json
 import os
 import shutil
+import signal
 import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.live import Live
+from support.until import until
 
 from agent_box.cli import probes
 from agent_box.process import confine, linux, lock
@@ -393,3 +397,92 @@ def test_a_daemon_is_told_by_its_lock_and_its_config(host: Host) -> None:
     # a daemon without keys answers nothing, and each service is named for it
     assert "service-failed" in result.gaps
     assert all(result.text[f"service-{s}"].endswith("[gap service-failed]") for s in SERVICES)
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    made = Live()
+    try:
+        config = Path(made.env["XDG_CONFIG_HOME"]) / "agent-box" / "config.toml"
+        config.parent.mkdir(parents=True)
+        config.write_text(
+            f'version = 1\n{TCG}[bindings.anthropic]\nupstream = "https://api.anthropic.com"\n'
+            'kind = "anthropic"\ncredential = "anthropic-api-key"\n'
+            'routes = [{ path = "/v1/messages", match = "exact", methods = ["POST"] }]\n'
+        )
+        made.up()
+        yield made
+    finally:
+        made.close()
+
+
+def live_lines(live: Live) -> dict[str, dict[str, Any]]:
+    return {line["key"]: line for line in live.run("doctor", "--json").result["lines"]}
+
+
+@pytest.mark.serial
+def test_each_service_says_for_itself_that_it_is_ready(live: Live) -> None:
+    lines = live_lines(live)
+    for name, row in live.services().items():
+        assert lines[f"service-{name}"]["status"] != "gap"
+        assert lines[f"service-{name}"]["value"].startswith(f"ready, epoch {row['epoch']}")
+    assert f"pid {live.daemon_pid()}" in lines["daemon"]["value"]
+    assert lines["instances"]["value"] == "0"
+    # the engine answers, and says that nothing can be run yet
+    assert (lines["helper"]["name"], lines["helper"]["evidence"]) == (
+        "helper-missing",
+        "engine.probe",
+    )
+
+
+@pytest.mark.serial
+def test_credentials_are_told_by_name_and_by_use_and_never_by_value(live: Live) -> None:
+    before = live_lines(live)["credentials"]
+    assert (before["status"], before["name"]) == ("note", "credential-missing")
+    assert "missing: anthropic-api-key (for anthropic)" in before["value"]
+    for name in ("anthropic-api-key", "spare"):
+        assert live.run("secret", "set", name, stdin="canary-4711").exit == 0
+    report = live.run("doctor", "--json")
+    assert "canary" not in report.out + report.err
+    after = live_lines(live)["credentials"]
+    assert after["status"] == "ok"
+    assert after["value"].endswith("; anthropic-api-key (anthropic), spare (no binding)")
+
+
+@pytest.mark.serial
+def test_a_daemon_with_another_config_is_a_gap(live: Live) -> None:
+    other = live.home / "other.toml"
+    other.write_text("version = 1\n")
+    result = live.run("doctor", "--json", AGENT_BOX_CONFIG=str(other)).result
+    (line,) = [line for line in result["lines"] if line["key"] == "daemon"]
+    assert line["name"] == "config-mismatch"
+
+
+@pytest.mark.serial
+def test_a_stuck_service_is_a_gap_and_holds_up_nothing_else(live: Live) -> None:
+    (pid,) = live.inner("store")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        lines = live_lines(live)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert lines["service-store"]["name"] == "service-failed"
+    assert lines["credentials"]["status"] == "ok"  # unknown, which is not the store's fault
+    assert lines["service-registry"]["status"] != "gap"
+
+
+@pytest.mark.serial
+def test_a_service_that_stays_down_is_a_gap_with_its_reason(live: Live) -> None:
+    killed: set[int] = set()
+
+    def down() -> bool:
+        for pid in live.inner("netstack"):
+            if pid not in killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+        return live.statuses()["netstack"].state == "fatal"
+
+    until("netstack is given up", down, seconds=60)
+    line = live_lines(live)["service-netstack"]
+    assert line["name"] == "service-failed"
+    assert line["value"].startswith("it stays down: ")
