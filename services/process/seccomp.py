@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-EQ: Final = 4  # libseccomp's SCMP_CMP_EQ
+NE: Final = 1  # libseccomp's SCMP_CMP_NE
+EQ: Final = 4  # SCMP_CMP_EQ
 MASKED_EQ: Final = 7  # SCMP_CMP_MASKED_EQ
 
 
@@ -146,8 +147,8 @@ class Rule:
         call: name of a system call; one that this libseccomp or machine does not know is
             left out, and with it the way to it.
         allow: let it pass, or answer EPERM.
-        where: conditions on arguments, all of which must hold: argument number, `EQ` or
-            `MASKED_EQ`, then the value, or the mask and the value.
+        where: conditions on arguments, all of which must hold: argument number, `EQ`, `NE`
+            or `MASKED_EQ`, then the value, or the mask and the value.
     """
 
     call: str
@@ -203,6 +204,7 @@ def outer(*, host_network: bool, extra: Iterable[str]) -> Filter:
 def inner() -> Filter:
     """The filter that the service adds when it has started: no way back, nothing executed."""
     rules = [Rule(call, False) for call in ("execve", "execveat", "setrlimit")]
+    rules.append(Rule("prlimit64", False, ((2, NE, 0),)))  # reading stays allowed
     rules += [Rule("seccomp", False), Rule("landlock_restrict_self", False)]
     rules += [Rule("prctl", False, ((0, EQ, number),)) for number in _GIVEN_UP.values()]
     return Filter(tuple(rules), None)
