@@ -189,6 +189,8 @@ def _parsed(verb: Verb, arg: verbs.Arg, word: str) -> Any:
         told = f"{verb.name}: {arg.flag or arg.metavar}"
         if isinstance(error, Said):
             raise Usage(f"{told}: {error}") from None
+        if arg.private:
+            raise Usage(f"{told} must be {error}") from None
         shown = word if len(word) <= 80 else word[:80] + "..."
         raise Usage(f"{told} must be {error}, not {shown!r}") from None
 

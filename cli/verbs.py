@@ -27,7 +27,8 @@ class Arg(NamedTuple):
     required: bool = False
     many: bool = False  # positional: any number of words; option: may be repeated
     default: str | None = None  # as if it had been written
-    complete: str = ""  # whose names complete it: a function of `completion`, or "files"
+    complete: str = ""  # whose names complete it: a key of `completion`, or "files"
+    private: bool = False  # a refusal does not repeat what was given
 
 
 class Verb(NamedTuple):
@@ -174,7 +175,9 @@ TARGET: Final = positional(
 VARIANTS: Final = positional(
     "VARIANT", values.name, "image variants", dest="variants", optional=True, many=True
 )
-CREDENTIAL: Final = positional("NAME", values.credential, "the credential", complete="credentials")
+CREDENTIAL: Final = positional(
+    "NAME", values.credential, "the credential", complete="credentials"
+)._replace(private=True)  # who types the value here by mistake shall not find it in a log
 SERVICE: Final = positional("NAME", values.OneOf(*SERVICES), "the service")
 
 INSTANCES: Final = "Instances"
@@ -311,7 +314,7 @@ VERBS: Final[tuple[Verb, ...]] = (
             option("--timeout", "SECONDS", values.integer(1, 31_536_000), "then exit 124"),
             switch("--tty", "give the command a terminal"),
             positional(
-                "CMD", values.text, "the command and its arguments", dest="command", many=True
+                "CMD", values.word, "the command and its arguments", dest="command", many=True
             ),
         ),
         entry="terminal",
@@ -377,14 +380,14 @@ VERBS: Final[tuple[Verb, ...]] = (
             option(
                 "--allow",
                 "RULE",
-                values.line,
-                "HOST[:PORT] or CIDR[:PORT]; may be repeated",
+                values.rule,
+                "HOST[:PORTS][/udp] or CIDR[:PORTS][/udp]; may be repeated",
                 many=True,
             ),
             option(
                 "--remove",
                 "RULE",
-                values.line,
+                values.rule,
                 "take an allow rule away; may be repeated",
                 many=True,
             ),
