@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,8 +120,9 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
-    made = Host(tmp_path / "home", tmp_path / "run", tmp_path / "bin")
+def host() -> Iterator[Host]:
+    top = Path(tempfile.mkdtemp(prefix="ab."))  # short: sockets lie below it
+    made = Host(top / "home", top / "run", top / "bin")
     made.home.mkdir(mode=0o700)
     made.runtime.mkdir(mode=0o700)
     made.bin.mkdir()
@@ -132,7 +134,8 @@ def host(tmp_path: Path) -> Host:
     }
     made.qemu()
     made.config(TCG)
-    return made
+    yield made
+    shutil.rmtree(top)
 
 
 def test_every_line_is_there_and_the_last_names_the_gaps(host: Host) -> None:
