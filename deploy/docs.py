@@ -153,7 +153,7 @@ def _walls_of_all() -> Iterator[str]:
         "first instruction and a second one once it has started, and Landlock inside where "
         "the kernel has it. It sees /usr, its Python and our code read-only, /proc of its own "
         "namespace, "
-        + ", ".join(f"/dev/{name}" for name in confine._DEVICES)
+        + ", ".join(f"/dev/{name}" for name in confine.DEVICES)
         + ", an empty /tmp, and what is listed at the service."
     )
     yield ""
