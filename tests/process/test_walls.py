@@ -234,9 +234,7 @@ def _expected(service: str) -> set[str]:
 
 @pytest.mark.parametrize("name", attacks.ATTACKS)
 @pytest.mark.parametrize("service", SERVICES)
-def test_what_the_contract_does_not_grant_is_refused(
-    scene: Scene, service: str, name: str
-) -> None:
+def test_what_the_contract_does_not_grant_is_refused(scene: Scene, service: str, name: str) -> None:
     shared = contract(service).wall.network is Network.HOST
     if "abstract" in name and shared and linux.landlock_abi() < landlock.SCOPE_ABI:
         pytest.skip("this kernel's Landlock has no scopes, and doctor says so")
