@@ -21,6 +21,7 @@ import msgspec
 
 from agent_box.bus import base, errors, policy
 from agent_box.bus.schema import Contract, Data, Method, Network, Stream, Wire
+from agent_box.cli import manual
 from agent_box.process import confine, seccomp
 from agent_box.process.paths import SERVICES, Paths
 
@@ -64,6 +65,11 @@ def architecture() -> str:
     if not (begin and middle and end):
         raise SystemExit("docs/architecture.md has lost its markers")
     return "".join([before, begin, comment, middle, "\n".join(_rooms()), end, after])
+
+
+def cli() -> str:
+    """docs/cli.md: written by hand but for the parts between markers."""
+    return manual.fill((DOCS / "cli.md").read_text())
 
 
 FLOORS = (
@@ -300,6 +306,8 @@ def _type(kind: Any) -> str:
         return " or ".join(f"“{a}”" for a in arguments)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type(a) for a in arguments)
+    if origin is dict:
+        return f"map of {_type(arguments[0])} to {_type(arguments[1])}"
     if origin is not None:
         return f"{origin.__name__} of {', '.join(_type(a) for a in arguments)}"
     return str(kind.__name__)
@@ -324,7 +332,7 @@ def _wrapped(words: Iterable[str], width: int = 95) -> Iterator[str]:
     yield line
 
 
-PAGES = {"architecture.md": architecture, "interfaces.md": interfaces}
+PAGES = {"architecture.md": architecture, "cli.md": cli, "interfaces.md": interfaces}
 
 
 def main(arguments: list[str]) -> int:
