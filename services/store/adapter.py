@@ -215,7 +215,7 @@ class Store:
                 self._keys.begin_key(custody.key, key.reveal())
             self._keys.replace(custody)
             if custody.protection == "key-file":
-                self._keys.key(custody.key)
+                self._keys.finish_key(custody.key)
         except OSError as error:
             raise self._not_changed(core, error) from error
         core.adopt(custody)

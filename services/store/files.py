@@ -110,7 +110,7 @@ class KeyDirectory:
 
     The way to a new key file is: the key as ``*.key.new``, the custody file that names it,
     the rename of the key. Whatever names a key that lies there only as ``.new`` was cut off
-    before the last step, and `key` finishes it.
+    before the third step, and `key` finishes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -145,6 +145,11 @@ class KeyDirectory:
         """Second step: from here on, this is how the key is kept. Raises OSError."""
         write_private(self.custody_path, custody.encode())
 
+    def finish_key(self, name: str) -> None:
+        """Third step. Raises OSError; then `key` does it at the next start."""
+        os.rename(self._new_key_path(name), self.key_path(name))
+        sync_directory(self.path)
+
     def key(self, name: str) -> bytes:
         """The key of 32 bytes that a custody file of `key-file` names.
 
@@ -160,8 +165,7 @@ class KeyDirectory:
                 key = read_private(self._new_key_path(name), KEY_BYTES)
             except FileNotFoundError:
                 raise FileRefused(f"the key file {path} is missing") from None
-            os.rename(self._new_key_path(name), path)
-            sync_directory(self.path)
+            self.finish_key(name)
         if len(key) != KEY_BYTES:
             raise FileRefused(f"the key file {path} is damaged: it has {len(key)} bytes")
         return key

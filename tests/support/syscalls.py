@@ -10,6 +10,7 @@ import ctypes
 import os
 import platform
 import signal
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -78,6 +79,8 @@ def run(work: Callable[[], None], *, at: int, error: int | None = None, times: i
             status = 0
         except Refused as refused:
             status = refused.status
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     _, status = os.waitpid(child, 0)
