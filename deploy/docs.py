@@ -131,6 +131,7 @@ def _of_every_service(grants: policy.Policy) -> Iterator[str]:
     yield "## What every service answers"
     yield ""
     yield from _methods(base.METHODS, None, grants)
+    yield from _reasons(grants.grants(), {m.name for m in base.METHODS} - {"outcome"})
     yield from _types(base.METHODS)
     yield "`outcome` may be asked by whoever may make a call that must not be repeated."
     yield ""
@@ -190,7 +191,8 @@ def _service(contract: Contract, grants: policy.Policy) -> Iterator[str]:
     yield "### Methods"
     yield ""
     yield from _methods(contract.methods, contract.service, grants)
-    yield from _reasons(contract, grants)
+    named = {m.name for m in contract.methods} | {policy.DOORBELL}
+    yield from _reasons((g for g in grants.grants() if g.callee == contract.service), named)
     yield from _types(contract.methods)
     if contract.events:
         yield "### Events that it causes"
@@ -227,15 +229,14 @@ def _service(contract: Contract, grants: policy.Policy) -> Iterator[str]:
     yield from _table(("", ""), rows)
 
 
-def _reasons(contract: Contract, grants: policy.Policy) -> Iterator[str]:
-    """Why each may call: one line for each grant of the policy file."""
-    named = {m.name for m in contract.methods} | {policy.DOORBELL}
-    by_why: dict[tuple[str, str], list[str]] = {}
-    for grant in grants.grants():
-        if grant.callee == contract.service and grant.method in named:
-            by_why.setdefault((grant.caller, grant.why), []).append(grant.method)
+def _reasons(grants: Iterable[policy.Grant], named: set[str]) -> Iterator[str]:
+    """Why each may call: one line for each reason of the policy file."""
+    by_why: dict[tuple[str, str], set[str]] = {}
+    for grant in grants:
+        if grant.method in named:
+            by_why.setdefault((grant.caller, grant.why), set()).add(grant.method)
     for (caller, why), methods in sorted(by_why.items()):
-        yield f"- {caller} ({', '.join(methods)}): {why}"
+        yield f"- {caller} ({', '.join(sorted(methods))}): {why}"
     yield ""
 
 
@@ -309,7 +310,8 @@ def _type(kind: Any) -> str:
     if origin is dict:
         return f"map of {_type(arguments[0])} to {_type(arguments[1])}"
     if origin is not None:
-        return f"{origin.__name__} of {', '.join(_type(a) for a in arguments)}"
+        inner = ", ".join(_type(a) for a in arguments)
+        return f"{origin.__name__} of {inner}"
     return str(kind.__name__)
 
 
