@@ -20,7 +20,7 @@ from agent_box.config.addresses import Network, plain_network
 
 NAME_MAX: Final = 253  # RFC 1035: 255 octets on the wire
 PORTS_MAX: Final = 16  # ports and ranges in one rule; its id shows them all
-RULES_MAX: Final = 1024  # in one policy
+RULES_MAX: Final = 512  # in one policy
 PORT_DEFAULT: Final = 443
 BROKER_ZONE: Final = "broker.internal"  # answered at the gateway; no policy speaks about it
 

@@ -108,6 +108,7 @@ class Entry(Wire, frozen=True):
     name: str | None  # that the instance had
     source: Source
     kind: str
+    by: str  # the role that says so
     facts: dict[str, Fact]
     prev: str  # 64 hex digits
     hash: str

@@ -227,14 +227,6 @@ class Core:
         """Whether `reconcile` has something left to do."""
         return any(State(r.state) not in OBSERVABLE or r.id not in self.seen for r in self._idle())
 
-    def engine_lost(self) -> None:
-        """What it said no longer counts."""
-        self.seen.clear()
-
-    def orphans(self, answer: engine.Observations) -> list[str]:
-        """What the engine holds and no record knows. It is told, and never deleted unasked."""
-        return sorted(o.instance for o in answer.instances if o.instance not in self._records)
-
     # ------------------------------------------------------------------------ reading
 
     def state(self, record: Record) -> State:
@@ -355,7 +347,7 @@ class Core:
                 "memory": record.memory,
                 "disk": record.disk,
                 "policy": record.policy.name,
-                "bindings": " ".join(record.bindings),
+                "bindings": len(record.bindings),
             },
         )
         try:

@@ -170,10 +170,8 @@ def read(untrusted_body: bytes, *, prev: bytes, hash: bytes) -> Entry:
         raise BadEvent("its text has other members than an event")
     if _canonical(value) != untrusted_body:
         raise BadEvent("its text is not canonical JSON")
-    texts = [
-        *(value[k] for k in ("by", "kind", "source")),
-        *(value[k] for k in ("instance", "name") if value[k]),
-    ]
+    texts = [value[k] for k in ("by", "kind", "source")]
+    texts += [value[k] for k in ("instance", "name") if value[k] is not None]
     if not all(isinstance(text, str) for text in texts) or not all(
         type(value[k]) is int for k in ("seq", "time_ms")
     ):
@@ -276,7 +274,7 @@ class Verifier:
             return
         if self.last != head:
             self._bad(self.last.seq + 1, f"the chain should end at {head.seq} and does not")
-        elif self.first and self._before != self._cut:
+        elif self.first and self._before is None:
             self._bad(self.first, "what was before it was removed without a record of the cut")
 
     def _one(self, row: Stored) -> None:
