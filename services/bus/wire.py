@@ -36,6 +36,7 @@ ITEMS_MAX: Final = 65_536  # of one list
 FIELDS_MAX: Final = 4_096  # of one map
 ID_MAX: Final = (1 << 53) - 1
 NS: Final = 1_000_000_000
+OPEN_S: Final = 30.0  # the longest that a stream may wait for being accepted
 
 
 class WireError(ValueError):
@@ -267,7 +268,6 @@ def _unpack(untrusted: bytes, size: int) -> Any:
             object_pairs_hook=_no_duplicates,
             ext_hook=_no_ext,
             max_ext_len=0,
-            max_buffer_size=size,
             max_str_len=min(size, STR_MAX),
             max_bin_len=size,
             max_array_len=min(size, ITEMS_MAX),

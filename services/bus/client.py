@@ -1,0 +1,249 @@
+"""The synchronous client: for the command line, which waits anyway. Imports no asyncio.
+
+One thread. While nothing is called nothing happens: the connection is looked after during
+calls only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+
+from agent_box.bus import wire
+from agent_box.bus.errors import Reason, Refusal
+from agent_box.bus.keys import KeyPair
+from agent_box.bus.link import Link, pack, prepare, table
+from agent_box.bus.peer import Flow, Peer
+from agent_box.bus.schema import Contract, Stream, Wire
+
+
+class Client:
+    """A caller at one service.
+
+    Args:
+        role: of the caller, for messages; the key is what counts.
+        service: to be called.
+        sock: path of its socket.
+        secret: key pair of `role`.
+        server_key: public key of `service`, Z85.
+        contract: of `service`.
+        context: to share one among several clients; otherwise the client has its own.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        service: str,
+        *,
+        sock: Path,
+        secret: KeyPair,
+        server_key: bytes,
+        contract: Contract,
+        context: zmq.Context | None = None,
+    ) -> None:
+        if contract.service != service:
+            raise ValueError(f"this is the contract of {contract.service}, not of {service}")
+        self.role = role
+        self.service = service
+        self._methods = table(contract)
+        self._context = zmq.Context() if context is None else context
+        self._is_own = context is None
+        self._peer = Peer(service)
+        self._link = Link(self._context, self._peer, sock, secret, server_key)
+        self._poller = zmq.Poller()
+        self._poller.register(self._link.monitor, zmq.POLLIN)
+
+    def call(
+        self,
+        name: str,
+        request: Wire,
+        *,
+        deadline_s: float | None = None,
+        request_id: bytes | None = None,
+    ) -> Wire:
+        """Calls a method and waits for its reply.
+
+        Args:
+            name: of the method, declared in the contract or in `base`.
+            request: of the declared type.
+            deadline_s: seconds; not more than the method allows, which is also the default.
+            request_id: 16 bytes, for a `Kind.ONCE` method that is asked again on purpose;
+                made up when None.
+
+        Returns:
+            A value of the declared reply type.
+
+        Raises:
+            Refusal: what the service said; or UNAVAILABLE (nothing has happened), DEADLINE,
+                CONNECTION_LOST or UNKNOWN_OUTCOME (it may have happened).
+            ValueError, TypeError: not a call that this contract knows.
+        """
+        method, body, deadline, request_id = prepare(
+            self._methods, self.service, name, request, deadline_s, request_id
+        )
+        pending = self._peer.submit(method, body, deadline, request_id)
+        try:
+            while not pending.done:
+                if not self._turn(deadline):
+                    self._peer.expire(pending)
+        except BaseException:
+            self._peer.abandon(pending)
+            raise
+        if pending.error is not None:
+            raise pending.error
+        assert pending.result is not None
+        return pending.result
+
+    def stream(self, name: str, request: Wire, *, deadline_s: float = wire.OPEN_S) -> ClientStream:
+        """Opens a stream; use it as a context manager.
+
+        Args:
+            deadline_s: in which the service must have accepted it.
+
+        Raises:
+            Refusal: UNAVAILABLE, EXHAUSTED, or what the service said.
+            ValueError, TypeError: not a stream that this contract knows.
+        """
+        method = self._methods.get(name)
+        if not isinstance(method, Stream):
+            raise ValueError(f"{self.service} has no stream {name!r}")
+        if type(request) is not method.request:
+            raise TypeError(f"{self.service}.{name} takes {method.request.__name__}")
+        if not 0 < deadline_s <= wire.OPEN_S:
+            raise ValueError(f"a stream opens within {wire.OPEN_S} s")
+        deadline = wire.now_ns() + int(deadline_s * wire.NS)
+        flow = self._peer.open(method, pack(request, self.service, name), deadline, _nothing)
+        stream = ClientStream(self, flow)
+        try:
+            while not (flow.accepted or flow.done):
+                if not self._turn(deadline):
+                    why = f"{self.service} did not accept {name} in time"
+                    raise Refusal(Reason.UNAVAILABLE, why)
+            if flow.error is not None and not flow.inbox:
+                raise flow.error
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._link.write()  # a last cancellation, if there is room for it
+        self._link.close()
+        if self._is_own:
+            self._context.term()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _turn(self, deadline: int | None) -> bool:
+        """Sends, waits for something to happen, reads. False: the deadline has passed."""
+        link = self._link
+        link.write()
+        if link.readable():
+            link.read()
+            return True
+        if deadline is None:
+            wait_ms = -1
+        else:
+            wait_ms = -(-(deadline - wire.now_ns()) // 1_000_000)
+            if wait_ms <= 0:
+                return False
+        events = zmq.POLLIN | zmq.POLLOUT if self._peer.blocked else zmq.POLLIN
+        self._poller.register(link.socket, events)
+        self._poller.poll(wait_ms)
+        link.read()
+        return True
+
+
+class ClientStream:
+    """An open stream. `recv` until None, then `finish` for the reply."""
+
+    def __init__(self, client: Client, flow: Flow) -> None:
+        self._client = client
+        self._flow = flow
+
+    def send(self, item: Wire) -> None:
+        """Sends one item; waits for credit.
+
+        Raises:
+            Refusal: the stream has ended.
+            TypeError: an item of another type.
+        """
+        flow, method = self._flow, self._flow.method
+        if type(item) is not method.up:
+            raise TypeError(f"{method.name} takes {method.up.__name__}")
+        body = pack(item, self._client.service, method.name)
+        while flow.credit <= 0 and not flow.done:
+            self._client._turn(None)
+        if flow.done:
+            raise flow.error or Refusal(Reason.WRONG_STATE, f"{method.name} has ended")
+        self._client._peer.send_item(flow, body)
+        self._client._link.write()
+
+    def recv(self, timeout_s: float | None = None) -> Wire | None:
+        """The next item; None after the last.
+
+        Raises:
+            Refusal: how the stream ended, when it did not end well.
+            TimeoutError: nothing came within `timeout_s` seconds.
+        """
+        flow = self._flow
+        until = None if timeout_s is None else wire.now_ns() + int(timeout_s * wire.NS)
+        while not flow.inbox and not flow.done:
+            if not self._client._turn(until):
+                raise TimeoutError
+        if flow.inbox:
+            item = self._client._peer.take(flow)
+            self._client._link.write()
+            return item
+        if flow.error is not None:
+            raise flow.error
+        return None
+
+    def end(self) -> None:
+        """No more items go up."""
+        self._client._peer.finish(self._flow)
+        self._client._link.write()
+
+    def finish(self) -> Wire:
+        """Ends the upward direction, drops what still comes and returns the reply.
+
+        Raises:
+            Refusal: how the stream ended, when it did not end well.
+        """
+        self.end()
+        while self.recv() is not None:
+            pass
+        assert self._flow.result is not None
+        return self._flow.result
+
+    def close(self) -> None:
+        """Gives the stream up, if it has not ended."""
+        self._client._peer.close_flow(self._flow)
+        self._client._link.write()
+
+    def __enter__(self) -> ClientStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _nothing() -> None:
+    pass

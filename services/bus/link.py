@@ -1,0 +1,158 @@
+"""The socket of a caller: a DEALER and its monitor, and how both feed a `Peer`.
+
+Shared by the synchronous and the asynchronous client; imports neither asyncio nor anything
+else that a quick command would have to wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import zmq
+
+from agent_box.bus import base, wire
+from agent_box.bus.errors import Reason, Refusal
+from agent_box.bus.keys import KeyPair
+from agent_box.bus.peer import Peer
+from agent_box.bus.schema import Contract, Kind, Method, Stream, Wire
+
+RECONNECT_MS: Final = 10
+RECONNECT_MAX_MS: Final = 250
+HWM: Final = 1_024
+_EVENTS: Final = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+)
+
+
+class Link:
+    """A connection to one service, made and made again by ZeroMQ.
+
+    Args:
+        context: of whoever owns the link.
+        sock: the service's socket.
+        secret: of the calling role.
+        server_key: the service's public key, Z85.
+    """
+
+    def __init__(
+        self, context: zmq.Context, peer: Peer, sock: Path, secret: KeyPair, server_key: bytes
+    ) -> None:
+        self.peer = peer
+        self.garbage = 0  # messages of the service that were none
+        self.socket = dealer = context.socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.setsockopt(zmq.IMMEDIATE, 1)  # else what is sent now is delivered after a restart
+        dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        dealer.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_MAX)
+        dealer.setsockopt(zmq.SNDHWM, HWM)
+        dealer.setsockopt(zmq.RCVHWM, HWM)
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, server_key)
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, secret.public)
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, secret.reveal())
+        self.monitor = dealer.get_monitor_socket(_EVENTS)
+        self.monitor.linger = 0
+        dealer.connect(f"ipc://{sock}")
+
+    def read(self) -> None:
+        """Feeds the peer with all that has arrived.
+
+        Messages before the news that the line broke: what was answered was answered.
+        """
+        self._messages()
+        while True:
+            try:
+                event, _value = struct.unpack("=hi", self.monitor.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_DISCONNECTED:
+                self._messages()
+                self.peer.disconnected()
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.peer.connected()
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.peer.denied()
+
+    def write(self) -> None:
+        """Sends what the peer has to say."""
+        self.peer.pump(self._send)
+
+    def readable(self) -> bool:
+        """Whether there is more to read: after a send the descriptor does not tell it again."""
+        return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+
+    def close(self) -> None:
+        """Closes both sockets. What is pending stays pending: its owner ends it."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
+
+    def _messages(self) -> None:
+        receive = self.socket.recv_multipart
+        while True:
+            try:
+                untrusted = receive(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self.peer.received(untrusted)
+            except wire.WireError:
+                self.garbage += 1
+
+    def _send(self, frames: list[bytes]) -> bool:
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+def table(contract: Contract) -> Mapping[str, Method | Stream]:
+    """All that can be called at a service: what it declares and what every service answers."""
+    return MappingProxyType({m.name: m for m in (*contract.methods, *base.METHODS)})
+
+
+def prepare(
+    methods: Mapping[str, Method | Stream],
+    service: str,
+    name: str,
+    request: Wire,
+    deadline_s: float | None,
+    request_id: bytes | None,
+) -> tuple[Method, bytes, int, bytes | None]:
+    """Method, packed request, absolute deadline and request id of a call.
+
+    Raises:
+        ValueError: a method that is not declared, or a deadline or request id that it cannot
+            have: a mistake in our own program.
+        TypeError: a request of another type.
+        Refusal: BAD_REQUEST, the request is too large.
+    """
+    method = methods.get(name)
+    if not isinstance(method, Method):
+        raise ValueError(f"{service} has no method {name!r}")
+    if type(request) is not method.request:
+        raise TypeError(f"{service}.{name} takes {method.request.__name__}")
+    span = method.deadline_s if deadline_s is None else deadline_s
+    if not 0 < span <= method.deadline_s:
+        raise ValueError(f"{service}.{name}: a deadline of {span} s is not within its limit")
+    if method.kind is Kind.ONCE:
+        request_id = os.urandom(wire.REQUEST_ID_BYTES) if request_id is None else request_id
+        if len(request_id) != wire.REQUEST_ID_BYTES:
+            raise ValueError(f"a request id has {wire.REQUEST_ID_BYTES} bytes")
+    elif request_id is not None:
+        raise ValueError(f"{service}.{name} takes no request id")
+    return method, pack(request, service, name), wire.now_ns() + int(span * wire.NS), request_id
+
+
+def pack(value: Wire, service: str, name: str) -> bytes:
+    """A packed body. Raises Refusal BAD_REQUEST when it is too large or cannot be packed."""
+    try:
+        return wire.encode_body(value)
+    except wire.WireError as error:
+        raise Refusal(Reason.BAD_REQUEST, f"{service}.{name}: {error}") from None
