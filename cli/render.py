@@ -164,6 +164,10 @@ class Render:
         """One line to stderr, at once: what takes longer than a second says so."""
         self._err(clean(text))
 
+    def ask(self, text: str) -> None:
+        """A prompt, without a line feed of ours."""
+        self._err(clean_lines(text), end="")
+
     def complain(self, message: str) -> None:
         """The line on stderr that goes with an exit code that is not 0."""
         self._err(f"agent-box: {clean(message)}")
@@ -204,11 +208,11 @@ class Render:
             _abandon(self._stdout)
             raise Failure(1, "output", f"stdout: {error.strerror}") from None
 
-    def _err(self, line: str) -> None:
+    def _err(self, line: str, end: str = "\n") -> None:
         if self._stderr is None:
             return
         try:
-            self._stderr.write(line + "\n")
+            self._stderr.write(line + end)
             self._stderr.flush()
         except OSError:
             # Nobody reads it; the exit code still tells. The stream must not speak again

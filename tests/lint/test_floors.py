@@ -27,6 +27,9 @@ FLOORS: dict[str, set[str]] = {
 WINDOWS: dict[str, set[str]] = {
     # what every service's __main__ calls: it joins the life of a process to the bus
     "agent_box.process.skeleton": {"bus"},
+    # seals values as the store opens them, and asks those who keep its master key, whom
+    # the store cannot reach from behind its wall
+    "agent_box.cli.secrets": {"store"},
     # lays everything out before the services start: keys, and whether the config is one
     "agent_box.process.daemon": {"bus", "config"},
     # builds walls from contracts, so it has to know their words
