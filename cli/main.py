@@ -224,8 +224,7 @@ def _failure(error: Exception) -> Failure:
         return Failure(2, "config-invalid", str(error))
     known = _of_loaded("agent_box.process.paths", "PathsError")
     if known is not None and isinstance(error, known):
-        runtime = str(error).startswith("XDG_RUNTIME_DIR")
-        return Failure(2, "runtime-dir-missing" if runtime else "state-dir", str(error))
+        return Failure(2, error.kind, str(error))  # type: ignore[attr-defined]
     return _defect(error)
 
 

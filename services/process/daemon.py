@@ -133,7 +133,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except Cannot as cannot:
         return end.refuse(cannot)
     except PathsError as error:
-        return end.refuse(Cannot("runtime-dir-missing", str(error)))
+        return end.refuse(Cannot(error.kind, str(error)))
     except lock.Held as held:
         return end.refuse(Cannot("held", f"a daemon runs already: {held}"))
     except OSError as error:
@@ -266,9 +266,10 @@ def _prepare(paths: Paths, options: Options) -> None:
         _make_keys(paths)
         write(paths, programs(paths, options.config), silent=options.background or options.json)
     except PathsError as error:
-        raise Cannot("runtime-dir-missing", str(error)) from error
-    except OSError as error:
-        raise Cannot("daemon-failed", str(error)) from error
+        raise Cannot(error.kind, str(error)) from error
+    except OSError as error:  # a full disk is not told by the name of a file
+        where = error.filename or paths.state
+        raise Cannot("daemon-failed", f"{where}: {error.strerror}") from error
 
 
 def programs(paths: Paths, config: Path | None) -> list[Program]:

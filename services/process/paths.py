@@ -27,6 +27,13 @@ class PathsError(Exception):
 
     exit: Final = 2
 
+    @property
+    def kind(self) -> str:
+        """For a program: the gap of `doctor` where it is one, else that a directory is bad."""
+        if str(self).startswith("XDG_RUNTIME_DIR"):
+            return "runtime-dir-missing"
+        return "directory-unusable"
+
 
 @dataclass(frozen=True)
 class Paths:

@@ -190,7 +190,7 @@ def test_a_refusal_has_its_code_and_kind(
         (Failure(23, "left-running", "stopped"), 23, "left-running"),
         (ConfigError("c.toml", "unknown key"), 2, "config-invalid"),
         (PathsError("XDG_RUNTIME_DIR is not set"), 2, "runtime-dir-missing"),
-        (PathsError("/x/state: not ours"), 2, "state-dir"),
+        (PathsError("/x/state: not ours"), 2, "directory-unusable"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (ZeroDivisionError("sk-canary"), 1, "internal"),
         (ModuleNotFoundError("sk-canary"), 1, "internal"),
