@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from agent_box.cli import link, probes, version
+from agent_box.cli.gaps import GAPS
 from agent_box.cli.probes import Line, gap, note, ok
 from agent_box.cli.render import Failure, Render
 from agent_box.config import search
@@ -165,7 +166,8 @@ def _helper(daemon: _Daemon | None, config: Config) -> Iterator[Line]:
         probed = engine.call("probe", Empty(), deadline_s=ANSWER_S)
         assert isinstance(probed, Probed)
         for found in probed.gaps:
-            yield gap("helper", found.text, found.name, "engine.probe")
+            name = found.name if found.name in GAPS else "engine-missing"
+            yield gap("helper", found.text, name, "engine.probe")
         if not probed.gaps and mode == "user":
             value = (
                 f"user mode, protocol {probed.protocol}: each VM in its own user namespace, "

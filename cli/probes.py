@@ -4,7 +4,7 @@ That a file is there proves nothing; a probe opens it, runs it, loads it. Nothin
 behind, and nothing is changed that another process could notice. A probe that fails is a
 line with a name, never an exception: the report is made on every host.
 
-Each probe gives the lines it is about. The names of gaps and notes are in docs/cli.md.
+Each probe gives the lines it is about. The names of gaps and notes are those of `gaps`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from agent_box.cli.gaps import GAPS, NOTES
 
 PATIENCE_S: Final = 20  # for a program that is run; a busy emulated host is slow
 KVM_GET_API_VERSION: Final = 0xAE00  # linux/kvm.h: _IO(KVMIO, 0x00)
@@ -56,10 +58,14 @@ def ok(key: str, value: str, evidence: str) -> Line:
 
 
 def gap(key: str, value: str, name: str, evidence: str) -> Line:
+    """Raises KeyError: no such gap is declared."""
+    GAPS[name]
     return Line(key, value, "gap", name, evidence)
 
 
 def note(key: str, value: str, name: str, evidence: str) -> Line:
+    """Raises KeyError: no such note is declared."""
+    NOTES[name]
     return Line(key, value, "note", name, evidence)
 
 

@@ -21,7 +21,7 @@ import msgspec
 
 from agent_box.bus import base, errors, policy
 from agent_box.bus.schema import Contract, Data, Method, Network, Stream, Wire
-from agent_box.cli import manual
+from agent_box.cli import gaps, manual
 from agent_box.process import confine, seccomp
 from agent_box.process.paths import SERVICES, Paths
 
@@ -65,6 +65,25 @@ def architecture() -> str:
     if not (begin and middle and end):
         raise SystemExit("docs/architecture.md has lost its markers")
     return "".join([before, begin, comment, middle, "\n".join(_rooms()), end, after])
+
+
+def doctor() -> str:
+    """docs/doctor.md: the names that the report may give."""
+    lines = [
+        "# Doctor",
+        "",
+        "`agent-box doctor` runs every probe and prints one line for each fact, `KEY: VALUE`. A "
+        "line that ends in `[gap NAME]` means that something will be refused; `[note NAME]` is "
+        "a fact to know. The last line names all gaps. It starts nothing: what only a service "
+        "knows is asked of a daemon that runs. With `--json` each line names its evidence, "
+        "the operation that was really done. The names, made by `deploy/docs.py` from "
+        "`cli/gaps.py`:",
+        "",
+    ]
+    for title, names in (("gap", gaps.GAPS), ("note", gaps.NOTES)):
+        rows = ((f"`{n}`", about.meaning, about.remedy) for n, about in sorted(names.items()))
+        lines += _table((title, "meaning", "what to do"), rows)
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def cli() -> str:
@@ -334,7 +353,12 @@ def _wrapped(words: Iterable[str], width: int = 95) -> Iterator[str]:
     yield line
 
 
-PAGES = {"architecture.md": architecture, "cli.md": cli, "interfaces.md": interfaces}
+PAGES = {
+    "architecture.md": architecture,
+    "cli.md": cli,
+    "doctor.md": doctor,
+    "interfaces.md": interfaces,
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes.util
+import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,7 +23,7 @@ import pytest
 from support.live import Live
 from support.until import until
 
-from agent_box.cli import probes
+from agent_box.cli import doctor, gaps, probes
 from agent_box.process import confine, linux, lock
 from agent_box.process.paths import SERVICES
 
@@ -489,3 +491,24 @@ def test_a_service_that_stays_down_is_a_gap_with_its_reason(live: Live) -> None:
     line = live_lines(live)["service-netstack"]
     assert line["name"] == "service-failed"
     assert line["value"].startswith("it stays down: ")
+
+
+# ------------------------------------------------------------------------------- the names
+
+
+def test_only_declared_names_are_given() -> None:
+    with pytest.raises(KeyError):
+        probes.gap("key", "value", "no-such-gap", "nothing")
+    with pytest.raises(KeyError):
+        probes.note("key", "value", "no-kvm", "nothing")  # that is a gap
+
+
+def test_every_declared_name_is_given_somewhere() -> None:
+    code = "".join(inspect.getsource(module) for module in (doctor, probes, confine))
+    unused = [name for name in {**gaps.GAPS, **gaps.NOTES} if f'"{name}"' not in code]
+    assert unused == []
+
+
+def test_every_gap_of_the_walls_is_declared() -> None:
+    given = set(re.findall(r'Gap\(\s*"([a-z-]+)"', inspect.getsource(confine)))
+    assert given and given <= gaps.GAPS.keys()
