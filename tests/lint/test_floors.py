@@ -34,8 +34,11 @@ WINDOWS: dict[str, set[str]] = {
     "agent_box.process.daemon": {"bus", "config"},
     # builds walls from contracts, so it has to know their words
     "agent_box.process.confine": {"bus.schema"},
-    # one set of rules for names and values, asked where they are typed and where they are kept
-    "agent_box.cli.secrets": {"store.rules"},
+    # names and values have one set of rules; and what keeps the master key (a keyring, a
+    # passphrase) is only to be had in the operator's session, where no service is
+    "agent_box.cli.secrets": {
+        *("store.rules", "store.seal", "store.custody", "store.files", "store.keepers"),
+    },
 }
 ALONE = {"guest", "helper"}
 
