@@ -34,7 +34,9 @@ def set_secret(out: Render, *, name: str) -> None:
     from agent_box.store.contract import Put, Stored
 
     def value() -> Secret:
-        return _checked(stdin.read(out, f"value of {name}", rules.VALUE_MAX), rules.value)
+        return _checked(
+            stdin.read(out, f"value of {name}", rules.VALUE_MAX), rules.value, f"{name}: "
+        )
 
     # What is piped is judged before a daemon is started for it; a person at a terminal
     # hears that the store is locked before having typed anything.
@@ -232,10 +234,13 @@ def _protect(
 
 def _bindings() -> dict[str, list[str]]:
     """The bindings by the credential that they use. Raises ConfigError."""
+    path = link.place().config
+    if path is None:
+        return {}
     from agent_box.config.load import load
 
     used: dict[str, list[str]] = {}
-    for binding in load(link.place().config).bindings.values():
+    for binding in load(path).bindings.values():
         used.setdefault(binding.credential, []).append(binding.name)
     return used
 
@@ -297,9 +302,9 @@ def _sealed(
     raise AssertionError("the last try returns or raises")
 
 
-def _checked(secret: Secret, rule: Callable[[bytes], bytes]) -> Secret:
+def _checked(secret: Secret, rule: Callable[[bytes], bytes], where: str = "") -> Secret:
     try:
         rule(secret.reveal())
     except ValueError as error:
-        raise Usage(str(error)) from None
+        raise Usage(f"{where}{error}") from None
     return secret
