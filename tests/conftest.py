@@ -13,6 +13,14 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit("nothing of agent-box serves as root: run deploy/test", returncode=2)
 
 
+@pytest.fixture(autouse=True)
+def private_umask() -> Iterator[None]:
+    """What the product runs under; a test that changes it changes it for itself."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture
 def house() -> Iterator[object]:
     """A `support.house.House`."""

@@ -50,6 +50,7 @@ _CERTIFICATES: Final = (
     "/etc/pki/ca-trust/extracted",
 )
 _OURS_BELOW_RUNTIME: Final = ("bus", "supervisor", "host")
+_ETC: Final = Path("/etc")
 _NSSWITCH: Final = "passwd: files\ngroup: files\nhosts: files dns\n"
 
 
@@ -153,7 +154,7 @@ def profile(contract: Contract, paths: Paths, config: Path | None) -> Profile:
     if host_network:
         mounts.append(Mount(paths.host_files))
         mounts += [Mount(Path(path), optional=True) for path in _CERTIFICATES]
-        links += [(Path("/etc") / name, str(paths.host_files / name)) for name in _HOST_FILES]
+        links += [(_ETC / name, str(paths.host_files / name)) for name in _HOST_FILES]
     if wall.config and config is not None:
         mounts.append(Mount(_config_directory(config, paths)))
     mounts += [
@@ -222,7 +223,7 @@ def refresh_host_files(paths: Paths) -> bool:
             content = _NSSWITCH.encode()  # the host's may name services that are not mounted
         else:
             try:
-                content = (Path("/etc") / name).read_bytes()
+                content = (_ETC / name).read_bytes()
             except FileNotFoundError:
                 content = b""
         target = paths.host_files / name

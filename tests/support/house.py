@@ -31,7 +31,7 @@ class House:
     """Made short, because sockets lie in it, and removed by `close` with all that it runs."""
 
     def __init__(self) -> None:
-        os.umask(0o077)
+        before = os.umask(0o077)
         self.root = Path(tempfile.mkdtemp(prefix="ab."))
         self.paths = Paths(self.root / "run" / "agent-box", self.root / "state" / "agent-box")
         (self.root / "run").mkdir(mode=0o700)
@@ -40,6 +40,7 @@ class House:
         self.config = self.root / "config" / "config.toml"
         self.config.parent.mkdir(mode=0o700)
         self.config.touch()
+        os.umask(before)
         self._running: list[subprocess.Popen[str]] = []
 
     def profile(self, service: str) -> confine.Profile:
