@@ -29,16 +29,13 @@ WINDOWS: dict[str, set[str]] = {
     "agent_box.process.skeleton": {"bus"},
     # seals values as the store opens them, and asks those who keep its master key, whom
     # the store cannot reach from behind its wall
-    "agent_box.cli.secrets": {"store"},
+    "agent_box.cli.secrets": {
+        *("store.rules", "store.seal", "store.custody", "store.files", "store.keepers"),
+    },
     # lays everything out before the services start: keys, and whether the config is one
     "agent_box.process.daemon": {"bus", "config"},
     # builds walls from contracts, so it has to know their words
     "agent_box.process.confine": {"bus.schema"},
-    # names and values have one set of rules; and what keeps the master key (a keyring, a
-    # passphrase) is only to be had in the operator's session, where no service is
-    "agent_box.cli.secrets": {
-        *("store.rules", "store.seal", "store.custody", "store.files", "store.keepers"),
-    },
 }
 ALONE = {"guest", "helper"}
 
