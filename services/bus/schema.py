@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import Any, Final, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -134,6 +135,9 @@ class Wall:
     why: str
 
 
+_SCALARS: Final = (bool, int, float, str, bytes, NoneType)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contract:
     """The whole public face of a service."""
@@ -151,7 +155,7 @@ class Contract:
             raise ValueError(f"{self.service}: declared twice: {', '.join(sorted(twice))}")
         for method in self.methods:
             for wire in _wire_types(method):
-                _refuse_defaults(wire)
+                _check_type(wire, wire.__name__, set())
 
 
 def _wire_types(method: Method | Stream) -> tuple[type[Wire], ...]:
@@ -160,18 +164,33 @@ def _wire_types(method: Method | Stream) -> tuple[type[Wire], ...]:
     return (method.request, method.up, method.down, method.reply)
 
 
-def _refuse_defaults(wire: Any, seen: set[Any] | None = None) -> None:
-    """Refuses a wire type, at any depth, in which a field could go missing unnoticed."""
-    seen = set() if seen is None else seen
-    if wire in seen:
+def _check_type(wire: Any, where: str, seen: set[Any]) -> None:
+    """Refuses, at any depth, a type in which a field could go missing unnoticed, and one that
+    does not come out of the decoder as it went in."""
+    origin = get_origin(wire)
+    if wire in _SCALARS or wire in seen:
         return
-    seen.add(wire)
     if isinstance(wire, type) and issubclass(wire, msgspec.Struct):
         if not issubclass(wire, Wire):
-            raise ValueError(f"{wire.__name__} is not a Wire type")
+            raise ValueError(f"{where}: {wire.__name__} is not a Wire type")
+        style = wire.__struct_config__
+        if not (style.forbid_unknown_fields and style.frozen) or style.array_like:
+            raise ValueError(f"{where}: {wire.__name__} gives up what Wire promises")
+        seen.add(wire)
         for field in msgspec.structs.fields(wire):
+            at = f"{where}.{field.name}"
             if not field.required:
-                raise ValueError(f"{wire.__name__}.{field.name} has a default value")
-            _refuse_defaults(field.type, seen)
-    for inner in get_args(wire):
-        _refuse_defaults(inner, seen)
+                raise ValueError(f"{at} has a default value")
+            _check_type(field.type, at, seen)
+    elif isinstance(wire, type) and issubclass(wire, StrEnum) or origin is Literal:
+        return
+    elif origin is Annotated:
+        _check_type(get_args(wire)[0], where, seen)
+    elif origin in (Union, UnionType, list, tuple):
+        for inner in get_args(wire):
+            if inner is not Ellipsis:
+                _check_type(inner, where, seen)
+    elif origin is dict and get_args(wire)[0] is str:
+        _check_type(get_args(wire)[1], where, seen)
+    else:
+        raise ValueError(f"{where} has a type that cannot be sent: {wire}")
