@@ -112,12 +112,12 @@ class Rules:
                 raise PolicyInvalid(f"binding {binding!r} stands twice")
             self._endpoints[name] = binding
 
-    def decide(self, flow: Flow, *, own: Collection[Address]) -> Verdict:
+    def decide(self, flow: Flow, *, own: Collection[Network]) -> Verdict:
         """Whether the flow may be, by all that is known of it now.
 
         Args:
             flow: the facts; text in it may come straight from a guest.
-            own: addresses of the host itself, which count as reserved.
+            own: networks of the host itself, which count as reserved; see `own`.
 
         Never raises: what cannot be understood is denied.
         """
@@ -214,7 +214,7 @@ class Rules:
                 if (
                     rule.action is action
                     and rule.speaks_of(facts.protocol, facts.port)
-                    and any(a.version == network.version and a in network for a in addresses)
+                    and any(_within(address, network) for address in addresses)
                 ):
                     yield rule
 
@@ -273,14 +273,18 @@ class _Facts:
     def all_addresses(self) -> tuple[Address, ...]:
         return () if self.address is None else (self.address, *embedded(self.address))
 
-    def reserved(self, own: Collection[Address]) -> str | None:
+    def reserved(self, own: Collection[Network]) -> str | None:
         if self.name == _LOCAL_NAME or (self.name or "").endswith("." + _LOCAL_NAME):
             return "loopback"
         if self.address is None:
             return None
-        if any(address in own for address in self.all_addresses()):
+        if any(_within(address, network) for address in self.all_addresses() for network in own):
             return "own"
         return reserved(self.address)
+
+
+def _within(address: Address, network: Network) -> bool:
+    return address.version == network.version and address in network
 
 
 def _name(untrusted_name: str, rule: str) -> str:

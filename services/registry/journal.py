@@ -273,7 +273,8 @@ class Verifier:
         if self.bad_seq is not None:
             return
         if self.last != head:
-            self._bad(self.last.seq + 1, f"the chain should end at {head.seq} and does not")
+            seq = min(self.last.seq, head.seq) + (self.last.seq != head.seq)
+            self._bad(seq, f"the end of the chain is not event {head.seq} as it was written")
         elif self.first and self._before is None:
             self._bad(self.first, "what was before it was removed without a record of the cut")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Any, Literal
 
 import msgspec
@@ -78,7 +78,7 @@ def flow(
 
 
 def says(policy_: Policy, flow_: Flow, own: tuple[str, ...] = ()) -> tuple[str, str]:
-    verdict = load(policy_).decide(flow_, own={ip_address(a) for a in own})
+    verdict = load(policy_).decide(flow_, own={ip_network(a) for a in own})
     return verdict.verdict, verdict.rule
 
 
