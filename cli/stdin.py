@@ -36,21 +36,19 @@ def read(out: Render, what: str, limit: int) -> Secret:
     """Reads a value and strips exactly one final line feed from it.
 
     Args:
-        what: for the prompt, and for messages.
-        limit: the most bytes; what is longer is refused without being read to its end.
+        what: for the prompt.
+        limit: the most bytes that make sense. Of what is longer, enough is read to see that
+            it is, and no more: it may have no end.
 
     Raises:
-        Usage: stdin is closed, or the value is longer than `limit`.
+        Usage: stdin is closed, or a terminal cut the value off.
         Failure: stdin cannot be read.
     """
     try:
         untrusted = _typed(out, what, limit) if is_terminal() else _piped(limit)
     except OSError as error:
         raise Failure(64, "usage", f"stdin cannot be read: {error.strerror}") from None
-    value = untrusted.removesuffix(b"\n")
-    if len(value) > limit:
-        raise Usage(f"{what} is longer than {limit} bytes")
-    return Secret(value)
+    return Secret(untrusted.removesuffix(b"\n"))
 
 
 def _piped(limit: int) -> bytes:

@@ -40,6 +40,7 @@ from agent_box.store.files import FileRefused, KeyDirectory, sync_directory
 from agent_box.store.handing import Handed
 
 DATABASE: Final = "credentials.db"
+_NOUN: Final = {"passphrase": "passphrase", "keyring": "key", "systemd-creds": "key"}
 
 
 class Log(Protocol):
@@ -199,7 +200,7 @@ class Store:
             secret = await self._derive(
                 secret, core.custody.salt, core.custody.passes, core.custody.memory
             )
-        self._unwrap(core, secret, "that is not what opens the store")
+        self._unwrap(core, secret, f"that is not the {_NOUN[core.custody.protection]} of the store")
         return Empty()
 
     async def protect(self, untrusted: Protect) -> Empty:

@@ -411,7 +411,7 @@ def test_with_a_passphrase_it_comes_up_locked_and_says_so(box: Box) -> None:
         for verb in (lambda: reveal(store, "a"), lambda: put(store, "a", b"2")):
             with refusal(Reason.STORE_LOCKED, "secret unlock"):
                 verb()
-        with refusal(Reason.DENIED, "not what opens"):
+        with refusal(Reason.DENIED, "not the passphrase of the store"):
             unlock(store, b"open Sesame")
         assert full_list(store).locked
         with refusal(Reason.BAD_REQUEST, "passphrase is empty"):
