@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from agent_box.cli import link
@@ -262,16 +263,22 @@ def inspect(out: Render, *, name: str) -> None:
     contract = import_module(f"agent_box.{name}.contract").CONTRACT
     here, control = link.supervisor(out)
     status = _statuses(control).get(name)
+    if status is not None and status.uptime_ms is not None and status.uptime_ms < YOUNG_S * 1000:
+        client, _ = link.ready(here, name, out)  # its inner walls may not stand yet
+        client.close()
+        status = _statuses(control).get(name)
     if status is None or status.pid is None:
         state = "unknown" if status is None else status.state
         raise Failure(4, "wrong-state", f"{name} does not run: {state}", state=state)
     said = _confinement(here, name)
     pid = confined_pid(status.pid)
     try:
+        holder = link.holder(here)  # it may name the same config file in another way
+        config = None if holder is None or holder.config is None else Path(holder.config)
         lines = walls.lines(
             contract,
             here.paths,
-            here.config,
+            config,
             walls.see(status.pid, pid),
             None if isinstance(said, str) else said,
         )

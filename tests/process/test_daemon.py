@@ -209,7 +209,7 @@ def test_no_runtime_directory_stops_it(live: Live) -> None:
 
 
 def test_an_open_runtime_directory_stops_it(live: Live) -> None:
-    os.chmod(live.home / "run", 0o710)
+    os.chmod(live.home / "run", 0o710)  # noqa: S103 - it is the test
     assert "open to others" in refusal(live)
 
 

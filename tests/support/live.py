@@ -67,8 +67,8 @@ class Live:
         return 0 if holder is None else holder.pid
 
     def pids(self, service: str | None = None) -> list[int]:
-        """Every process of ours, or of one service: what wraps it and itself."""
-        ours = procs.with_word(str(self.home))
+        """Every process of ours, the daemon too, or of one service: what wraps it and itself."""
+        ours = [*procs.with_word(str(self.home)), *filter(None, [self.daemon_pid()])]
         if service is None:
             return ours
         return [pid for pid in ours if f"agent_box.{service}" in procs.cmdline(pid)]

@@ -57,3 +57,9 @@ def descendants(pid: int) -> list[int]:
             found.append(child)
             queue.append(child)
     return found
+
+
+def cpu_ticks(pid: int) -> int:
+    """User and system time that it has used, in clock ticks."""
+    stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return int(stat[11]) + int(stat[12])
