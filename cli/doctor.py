@@ -24,6 +24,7 @@ from agent_box.config.load import load
 from agent_box.process.paths import SERVICES, Paths, PathsError
 
 if TYPE_CHECKING:
+    from agent_box.bus.base import Hello
     from agent_box.bus.client import Client
     from agent_box.config.model import Config
     from agent_box.process.lock import Holder
@@ -202,20 +203,49 @@ def _down(paths: Paths) -> dict[str, str]:
     }
 
 
+def _greet(place: link.Place, name: str) -> Hello | str:
+    """What a service says of itself, or why it says nothing."""
+    from agent_box.bus.base import Hello
+    from agent_box.bus.errors import Refusal
+    from agent_box.bus.schema import Empty
+
+    try:
+        client = link.connect(place, name)
+    except Failure as failure:
+        return str(failure)
+    try:
+        hello = client.call("hello", Empty(), deadline_s=ANSWER_S)
+        assert isinstance(hello, Hello)
+        return hello
+    except Refusal as refusal:
+        return refusal.message
+    finally:
+        client.close()
+
+
 class _Daemon(NamedTuple):
-    """A daemon that runs, or the place where one would."""
+    """A daemon that runs, or the place where one would.
+
+    Attributes:
+        agrees: it was started with the config file that our search finds.
+        said: by each service, of itself; or why it said nothing, and then it is not asked
+            again, so that one that is stuck is waited for only once.
+    """
 
     place: link.Place
     holder: Holder | None
-    agrees: bool  # it was started with the config file that our search finds
-    silent: dict[str, str]  # services that gave no answer, and why: none is waited for twice
+    agrees: bool
+    said: dict[str, Hello | str]
 
     @classmethod
     def look(cls, paths: Paths, config: Config) -> _Daemon:
         place = link.Place(paths, Path(config.source) if config.source else None)
         holder = link.holder(place)
-        agrees = holder is None or (holder.config or "") == config.source
-        return cls(place, holder, agrees, {} if holder is None else _down(paths))
+        if holder is None:
+            return cls(place, None, True, {})
+        down = _down(paths)
+        said = {name: down.get(name) or _greet(place, name) for name in SERVICES}
+        return cls(place, holder, (holder.config or "") == config.source, said)
 
     def line(self) -> Iterator[Line]:
         evidence = "/proc/locks"
@@ -236,51 +266,40 @@ class _Daemon(NamedTuple):
         otherwise: Callable[[str], Line],
     ) -> Iterator[Line]:
         """The lines of `question`, put to a service; or one line with why there is no answer."""
-        from agent_box.bus.errors import Reason, Refusal
+        from agent_box.bus.errors import Refusal
 
         if self.holder is None:
             yield otherwise("unknown: no daemon runs")
             return
-        if name in self.silent:
-            yield otherwise(self.silent[name])
+        said = self.said[name]
+        if isinstance(said, str):
+            yield otherwise(said)
             return
-        try:
-            client = link.connect(self.place, name)
-        except Failure as failure:
-            yield otherwise(str(failure))
-            return
+        client = link.connect(self.place, name)
         try:
             lines = list(question(client))
         except Refusal as refusal:
             lines = [otherwise(refusal.message)]
-            if refusal.reason in (Reason.UNAVAILABLE, Reason.DEADLINE, Reason.CONNECTION_LOST):
-                self.silent[name] = refusal.message
         finally:
             client.close()
         yield from lines
 
     def service(self, name: str) -> Iterator[Line]:
-        from agent_box.bus.base import Hello
-        from agent_box.bus.schema import Empty
-
         key, evidence = f"service-{name}", f"{name}.hello"
         if self.holder is None:
             yield ok(key, "not running", evidence)
             return
-
-        def ask(client: Client) -> Iterator[Line]:
-            hello = client.call("hello", Empty(), deadline_s=ANSWER_S)
-            assert isinstance(hello, Hello)
-            if hello.ready and hello.problem is None:
-                yield ok(key, f"ready, epoch {hello.epoch.hex()}", evidence)
-            elif hello.ready:
-                value = f"ready, epoch {hello.epoch.hex()}; {hello.problem}"
-                yield note(key, value, "service-problem", evidence)
-            else:
-                why = hello.problem or "it does not say why"
-                yield gap(key, f"not ready: {why}", "service-failed", evidence)
-
-        yield from self.ask(name, ask, lambda why: gap(key, why, "service-failed", evidence))
+        said = self.said[name]
+        if isinstance(said, str):
+            yield gap(key, said, "service-failed", evidence)
+        elif not said.ready:
+            why = said.problem or "it does not say why"
+            yield gap(key, f"not ready: {why}", "service-failed", evidence)
+        elif said.problem is not None:
+            value = f"ready, epoch {said.epoch.hex()}; {said.problem}"
+            yield note(key, value, "service-problem", evidence)
+        else:
+            yield ok(key, f"ready, epoch {said.epoch.hex()}", evidence)
 
     def credentials(self, config: Config) -> Iterator[Line]:
         from agent_box.bus.schema import Empty

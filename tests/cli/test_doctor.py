@@ -429,7 +429,7 @@ def live_lines(live: Live) -> dict[str, dict[str, Any]]:
 def test_each_service_says_for_itself_that_it_is_ready(live: Live) -> None:
     lines = live_lines(live)
     for name, row in live.services().items():
-        assert lines[f"service-{name}"]["status"] != "gap"
+        assert lines[f"service-{name}"]["status"] != "gap", lines[f"service-{name}"]
         assert lines[f"service-{name}"]["value"].startswith(f"ready, epoch {row['epoch']}")
     assert f"pid {live.daemon_pid()}" in lines["daemon"]["value"]
     assert lines["instances"]["value"] == "0"
@@ -472,6 +472,7 @@ def test_a_stuck_service_is_a_gap_and_holds_up_nothing_else(live: Live) -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     assert lines["service-store"]["name"] == "service-failed"
+    assert lines["service-engine"]["name"] != "service-failed"
     assert lines["credentials"]["status"] == "ok"  # unknown, which is not the store's fault
     assert lines["service-registry"]["status"] != "gap"
 
