@@ -1,0 +1,61 @@
+"""The scripts of deploy/ as a shell sees them, as far as that can be tried without root."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.source import ROOT
+
+SCRIPTS = [".ci/run", "deploy/install", "deploy/packages.sh", "deploy/test", "deploy/typecheck"]
+COMMANDS = [".ci/run", "deploy/docs.py", "deploy/install", "deploy/test", "deploy/typecheck"]
+
+
+def run(*command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = dict(os.environ)
+    if path is not None:
+        env["PATH"] = f"{path}:{env['PATH']}"
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bash_can_read_it(script: str) -> None:
+    done = run("bash", "-n", script)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_it_can_be_run(command: str) -> None:
+    assert os.access(ROOT / command, os.X_OK)
+    assert (ROOT / command).read_text().startswith("#!/usr/bin/env ")
+
+
+def test_help_tells_how_it_is_used() -> None:
+    done = run("deploy/test", "--help")
+    assert done.returncode == 0
+    assert "deploy/test [--slow] [PYTEST_ARGUMENTS...]" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["deploy/test", "deploy/install"])
+def test_missing_packages_are_named_when_root_is_out_of_reach(command: str, tmp_path: Path) -> None:
+    for name, does in (("dpkg-query", "echo not-installed"), ("sudo", "exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    done = run(command, path=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{command}: as root, run: apt-get update && apt-get install ")
+    assert "python3-venv bubblewrap libseccomp2" in done.stderr
+
+
+def test_continuous_integration_runs_what_developers_run() -> None:
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith('/../deploy/test"')
