@@ -166,7 +166,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def encode_header(header: Header) -> bytes:
     """The bytes of a header. Raises WireError when a field is out of its range."""
-    encoded = _encode(header)
+    try:
+        encoded = _encode(header)
+    except (ValueError, OverflowError) as error:
+        raise WireError("the header cannot be encoded") from error
     if len(encoded) > HEADER_MAX:
         raise WireError("the header is too large")
     return encoded
