@@ -127,6 +127,17 @@ def rule(untrusted: str) -> Target:
     return _egress(untrusted, wildcard=True)
 
 
+def removal(untrusted: str) -> str:
+    """What `policy set --remove` takes away: HOST[:PORTS][/PROTOCOL] or the id of a rule.
+
+    The text as it stands: what is left out of it means any, so it is no `Target`.
+    """
+    if line(untrusted).startswith(("allow:", "deny:")) and len(untrusted) <= 1024:
+        return untrusted
+    _egress(untrusted, wildcard=True)
+    return untrusted
+
+
 def destination(untrusted: str) -> Target:
     """HOST[:PORT][/PROTOCOL] of `policy check`: one name or address, one port."""
     found = _egress(untrusted, wildcard=False)

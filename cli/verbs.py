@@ -140,8 +140,6 @@ def _policy_set(given: Mapping[str, Any]) -> None:
 
 
 def _logs(given: Mapping[str, Any]) -> None:
-    if given["name"] is None and not given["verify"] and not given["head"]:
-        raise Usage("logs: NAME is missing")
     if given["verify"] or given["head"]:
         if given["verify"] and given["head"]:
             raise Usage("logs: give one of --verify and --head")
@@ -254,9 +252,15 @@ VERBS: Final[tuple[Verb, ...]] = (
     Verb(
         "logs",
         INSTANCES,
-        "The event log of an instance.",
+        "The event log: of an instance, or of everything.",
         (
-            NAME._replace(required=False),
+            positional(
+                "NAME",
+                values.name,
+                "only of this instance",
+                optional=True,
+                complete="instances",
+            ),
             switch("--follow", "go on with new events until interrupted"),
             option("--since", "TIME", values.moment, "RFC 3339, or so long ago: 90s, 15m, 2h, 7d"),
             option("--tail", "N", values.integer(0, 1_000_000), "only the last N"),
@@ -387,8 +391,8 @@ VERBS: Final[tuple[Verb, ...]] = (
             option(
                 "--remove",
                 "RULE",
-                values.rule,
-                "take an allow rule away; may be repeated",
+                values.removal,
+                "take away what allows it, or the rule of that id; may be repeated",
                 many=True,
             ),
             option("--file", "FILE", values.text, "a TOML file with one policy", complete="files"),

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import ip_network
-from typing import Final
+from typing import Any, Final
 
 from agent_box.config.addresses import Network, plain_network
 
@@ -93,6 +93,22 @@ class Selector:
 def rule_id(action: Action, target: Target, *, sni: bool, allow_reserved: bool) -> str:
     """The id of a rule: all that it says, readable, the same wherever it is computed."""
     return f"{action}:{target}{'' if sni else '+no-sni'}{'+reserved' if allow_reserved else ''}"
+
+
+def rule_fields(
+    action: Action, target: Target, *, sni: bool, allow_reserved: bool
+) -> dict[str, Any]:
+    """A rule as it crosses process borders: the fields of `Rule` and `PolicyRule`."""
+    return {
+        "id": rule_id(action, target, sni=sni, allow_reserved=allow_reserved),
+        "action": action.value,
+        "host": target.host,
+        "network": None if target.network is None else str(target.network),
+        "ports": list(target.ports),
+        "protocol": target.protocol.value,
+        "sni": sni,
+        "allow_reserved": allow_reserved,
+    }
 
 
 def host(untrusted_name: str, *, wildcard: bool = False) -> str:

@@ -144,16 +144,8 @@ def table(policy: NamedPolicy) -> api.PolicyTable:
 
 
 def rule(action: Action, target: Target, *, sni: bool, allow_reserved: bool) -> api.PolicyRule:
-    return api.PolicyRule(
-        id=egress.rule_id(action, target, sni=sni, allow_reserved=allow_reserved),
-        action=action.value,
-        host=target.host,
-        network=None if target.network is None else str(target.network),
-        ports=list(target.ports),
-        protocol=target.protocol.value,
-        sni=sni,
-        allow_reserved=allow_reserved,
-    )
+    fields = egress.rule_fields(action, target, sni=sni, allow_reserved=allow_reserved)
+    return api.PolicyRule(**fields)
 
 
 def in_force(policy: Policy) -> api.PolicyTable:

@@ -35,16 +35,8 @@ def rule(
     allow_reserved: bool = False,
 ) -> Rule:
     read = egress.parse_target(target, wildcard=True)
-    return Rule(
-        id=egress.rule_id(Action(action), read, sni=sni, allow_reserved=allow_reserved),
-        action=Action(action).value,
-        host=read.host,
-        network=None if read.network is None else str(read.network),
-        ports=list(read.ports),
-        protocol=read.protocol.value,
-        sni=sni,
-        allow_reserved=allow_reserved,
-    )
+    fields = egress.rule_fields(Action(action), read, sni=sni, allow_reserved=allow_reserved)
+    return Rule(**fields)
 
 
 def policy(mode: str, *rules: Rule, endpoints: tuple[str, ...] = (), generation: int = 1) -> Policy:
