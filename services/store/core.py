@@ -298,7 +298,8 @@ class Core:
         else:
             problem = None if self.locked else self.problem
         if isinstance(row, Unreadable):
-            return Credential(name=name, version=0, updated_ms=0, problem=problem)
+            version = book[name].version if book is not None and name in book else 0
+            return Credential(name=name, version=version, updated_ms=0, problem=problem)
         return Credential(
             name=name,
             version=_sane(row.version),
