@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +17,7 @@ from typing import Any
 
 import pytest
 from support.cli import BINARY, Ran, environment, run
+from support.until import until
 
 from agent_box.bus.errors import MEANING, Reason, Refusal
 from agent_box.cli import help as help_text
@@ -436,18 +441,82 @@ def test_bash_completes(tmp_path: Path) -> None:
     assert ran.out.splitlines() == ["policy", "show,set,check", "root", "default"], ran.err
 
 
+def program(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def test_fish_completes(tmp_path: Path) -> None:
+    script = """
+        set -x PATH (dirname $BOX) $PATH
+        agent-box completion fish | source
+        complete -C "agent-box poli"
+        complete -C "agent-box policy s"
+        complete -C "agent-box attach work --user r"
+        complete -C "agent-box create work --profile "
+    """
+    done = subprocess.run(
+        [program("fish"), "--no-config", "-c", script],
+        env=environment(tmp_path, BOX=str(BINARY)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert names(done.stdout.splitlines()) == ["policy", "set", "show", "root", "default"]
+
+
+def test_zsh_completes(tmp_path: Path) -> None:
+    """A tab in a terminal of its own."""
+    shell = program("zsh")
+    env = environment(tmp_path, TERM="dumb")
+    env["PATH"] = f"{BINARY.parent}:{env['PATH']}"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(shell, [shell, "-f", "-i"], env)
+    try:
+        shown = ""
+
+        def shows(text: str) -> bool:
+            nonlocal shown
+            if select.select([terminal], [], [], 0)[0]:
+                shown += os.read(terminal, 65536).decode(errors="replace")
+            return text in shown
+
+        def types(text: str) -> None:
+            nonlocal shown
+            shown = ""
+            os.write(terminal, text.encode())
+
+        types("PROMPT=re''ady\\>\\ \n")
+        until("the prompt", lambda: shows("ready> "))
+        types('autoload -Uz compinit; compinit -D; eval "$(agent-box completion zsh)"\n')
+        until("the completion is loaded", lambda: shows("ready> "))
+        for begun, completed in (
+            ("agent-box poli\t", "agent-box policy "),
+            ("agent-box policy ch\t", "agent-box policy check "),
+            ("agent-box attach work --user r\t", "agent-box attach work --user root "),
+            ("agent-box create work --profile d\t", "agent-box create work --profile default "),
+        ):
+            types(begun)
+            until(f"{completed!r} is shown", lambda text=completed: shows(text))  # type: ignore[misc]
+            types("\x15\n")  # no signal: zsh may still be busy with the completion
+            until("the prompt", lambda: shows("ready> "))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)
+
+
 @pytest.mark.parametrize("shell_name", ["bash", "zsh", "fish"])
 def test_the_scripts_parse(shell_name: str, tmp_path: Path) -> None:
-    import shutil
-
     ran = run("completion", shell_name)
     assert ran.out
-    program = shutil.which(shell_name)
-    if program is None:
-        pytest.skip(f"{shell_name} is not installed")
     file = tmp_path / "script"
     file.write_text(ran.out)
-    subprocess.run([program, "-n", file], check=True, timeout=20)
+    subprocess.run([program(shell_name), "-n", file], check=True, timeout=20)
 
 
 # ------------------------------------------------------------------- what it costs
@@ -465,7 +534,6 @@ HEAVY = {
     "scapy",
     "structlog",
     "supervisor",
-    "tomllib",
     "xmlrpc",
 }
 

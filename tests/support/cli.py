@@ -13,6 +13,8 @@ from typing import Any
 
 import jsonschema
 
+from agent_box.cli.verbs import GROUPS
+
 BINARY = Path(sys.executable).parent / "agent-box"
 SCHEMAS = Path(__file__).parent.parent / "cli" / "schemas"
 
@@ -119,8 +121,11 @@ def check(value: dict[str, Any], ran: Ran) -> None:
 
 
 def check_stream(lines: list[dict[str, Any]], ran: Ran) -> None:
+    own = f"lines/{'-'.join(ran.args[: 1 + (ran.args[0] in GROUPS)])}"
     for line in lines:
         jsonschema.validate(line, schema("line"))
+        if line["type"] != "end":
+            jsonschema.validate(line, schema(own))
     assert [line["type"] == "end" for line in lines] == [False] * (len(lines) - 1) + [True], ran
     end = lines[-1]
     assert end["exit"] == ran.exit, ran
