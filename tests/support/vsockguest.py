@@ -51,9 +51,7 @@ class Ring:
         self.seen = 0
 
     def describe(self, i: int, address: int, length: int, flags: int, follows: int = 0) -> None:
-        struct.pack_into(
-            "<QIHH", self.memory, self.desc + 16 * i, address, length, flags, follows
-        )
+        struct.pack_into("<QIHH", self.memory, self.desc + 16 * i, address, length, flags, follows)
 
     def offer(self, head: int) -> None:
         self.avail16[2 + self.index % self.size] = head
@@ -410,7 +408,7 @@ class Guest:
             return
         assert op != REQUEST, "a second request"
         stream.peer_alloc = alloc
-        behind = (stream.peer_forwarded + ((passed - stream.peer_forwarded) & 0xFFFFFFFF))
+        behind = stream.peer_forwarded + ((passed - stream.peer_forwarded) & 0xFFFFFFFF)
         assert behind <= stream.sent, "credit for what was never sent"
         stream.peer_forwarded = behind
         if op == RW:
