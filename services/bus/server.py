@@ -306,6 +306,7 @@ class Server:
         self._loop.add_reader(self._fd, self._read)
         self._loop.add_reader(self._monitor_fd, self._somebody_left)
         self._read()
+        self._somebody_left()  # a pipe that was never read gives no signal
 
     def set_ready(self) -> None:
         """The service can do its work; calls that came before are begun now."""

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
-
 from support.place import Place
 
 # The sources may be read-only, and two cores shared by many take their time.

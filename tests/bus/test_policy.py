@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import toy
 
 from agent_box.bus import policy
 from agent_box.bus.schema import BASE_METHODS, Contract, Kind, Method
 from agent_box.process import paths
-from support import toy
 
 REAL = [
     importlib.import_module(f"agent_box.{service}.contract").CONTRACT for service in policy.SERVICES
@@ -199,5 +199,5 @@ def test_whoever_calls_once_may_ask_for_the_outcome() -> None:
 
 
 def test_roles_are_the_same_everywhere() -> None:
-    assert policy.SERVICES == tuple(paths.SERVICES)
-    assert policy.ROLES == tuple(paths.ROLES)
+    assert tuple(paths.SERVICES) == policy.SERVICES
+    assert tuple(paths.ROLES) == policy.ROLES

@@ -7,11 +7,11 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.toy import Blob, Number, Rich, Text
 
 from agent_box.bus import wire
 from agent_box.bus.errors import MESSAGE_MAX, Reason, Refusal
 from agent_box.bus.schema import Empty
-from support.toy import Blob, Number, Rich, Text
 
 EPOCH = b"e" * 16
 HEADERS = [

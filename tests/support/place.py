@@ -12,9 +12,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from support import toy
+
 from agent_box.bus import keys
 from agent_box.bus.client import Client
-from support import toy
 
 
 class Place:
