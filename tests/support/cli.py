@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -90,7 +93,7 @@ def run(
 
 def environment(home: Path | None = None, **more: str) -> dict[str, str]:
     """A bare environment; with `home`, all directories of agent-box lie below it."""
-    env = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "PYTHONPYCACHEPREFIX": _compiled()}
     if home is not None:
         runtime = home / "run"
         runtime.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -101,6 +104,14 @@ def environment(home: Path | None = None, **more: str) -> dict[str, str]:
             "XDG_CONFIG_HOME": str(home / "config"),
         }
     return env | more
+
+
+@cache
+def _compiled() -> str:
+    """Where the code may not be written, every run would compile it anew: half its time."""
+    directory = tempfile.mkdtemp(prefix="ab-compiled.")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
 
 
 @cache
