@@ -197,7 +197,7 @@ class Core:
         """Undoes creates that never reached the engine. Needs nobody; run it before serving."""
         for record in self._idle():
             if record.state == State.CREATING and not record.allocated:
-                yield from self._remove(record, "the registry stopped before it was allocated")
+                yield from self._remove(record, "the registry ended before anything was allocated")
 
     def reconcile(self) -> Plan[None]:
         """Compares every record with what the engine sees; finishes or undoes what was begun.
@@ -366,16 +366,16 @@ class Core:
         except Refusal as cause:
             self.seen.pop(record.id, None)
             told = _told(cause, record.name)
-            yield from self._undo(self._records[record.id], told)
+            failure = {"reason": told.reason.value, "message": cause.message}
+            yield from self._undo(self._records[record.id], failure)
             raise told from cause
 
-    def _undo(self, record: Record, cause: Refusal) -> Plan[None]:
+    def _undo(self, record: Record, failure: Mapping[str, Fact]) -> Plan[None]:
         """Removes what a failed create made. What cannot be removed now is left to `reconcile`,
         which finds the record as it stands."""
-        failure = {"reason": cause.reason.value, "message": cause.message}
         try:
             if not record.allocated:
-                yield from self._remove(record, cause.message, failure)
+                yield from self._remove(record, "nothing was allocated", failure)
                 return
             record = self._moved(record, Cause.FAILED)
             yield from self._commit(record, "create-failed", {"state": record.state, **failure})

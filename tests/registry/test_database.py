@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.registries import CONFIG, create
+from support.spoil import spoil
 
 from agent_box.bus.durable import Damaged, InUse
 from agent_box.bus.errors import Reason, Refusal
@@ -270,15 +271,6 @@ def test_a_cut_does_not_hide_a_gap(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 # --------------------------------------------------------------------- tampering
-
-
-def spoil(path: Path, statement: str, *values: object) -> None:
-    """What somebody does who can write the file, while the registry is not running."""
-    connection = sqlite3.connect(path, isolation_level=None)
-    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-    connection.execute(statement, values)
-    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    connection.close()
 
 
 @pytest.mark.parametrize(

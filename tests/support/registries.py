@@ -3,8 +3,10 @@ any command."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from agent_box.bus.errors import Reason, Refusal
@@ -209,3 +211,26 @@ def policy_set(name: str = "web1", **fields: object) -> api.PolicySet:
         "allow_reserved": False,
     }
     return api.PolicySet(name=name, **{**given, **fields})  # type: ignore[arg-type]
+
+
+def seed(path: Path, *names: str) -> dict[str, str]:
+    """Puts stopped instances into the database of a registry that does not run; their ids."""
+    from agent_box.registry.database import Database
+
+    before = os.umask(0o077)  # parents take the umask, whatever the mode
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.umask(before)
+    world = World(config=CONFIG)
+    core = world.core()
+    database = Database(path)
+    ids = {}
+    for name in names:
+        id = os.urandom(16).hex()
+        world.done.clear()
+        world.play(core.create(create(name), id=id, now_ms=1_700_000_000_000))
+        for command in world.done:
+            if isinstance(command, deciding.Commit):
+                database.commit(put=command.put, events=command.events, time_ms=1_700_000_000_000)
+        ids[name] = id
+    database.close()
+    return ids
