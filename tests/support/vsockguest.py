@@ -256,10 +256,13 @@ class GuestStream:
 
     def _end_if_told(self) -> None:
         """Linux answers a full shutdown with RST once nothing is left to read."""
-        if self.peer_shut == 3 and not self.data and not self.reset:
-            if self.guest.streams.get((self.port, self.host_port)) is self:
-                self.packet(RST)
-                self.guest.forget(self)
+        if (
+            self.peer_shut == 3
+            and not self.data
+            and self.guest.streams.get((self.port, self.host_port)) is self
+        ):
+            self.packet(RST)
+            self.guest.forget(self)
 
     def packet(self, op: int, flags: int = 0, data: bytes = b"") -> None:
         self.told = self.forwarded
@@ -431,12 +434,12 @@ class Backend:
 
     def __init__(self, directory: Path, *, cid: int = CID, backlog: int = 1024) -> None:
         self.path = directory / "v.sock"
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(os.fspath(self.path))
-        self.listener.listen(backlog)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(os.fspath(self.path))
+        listener.listen(backlog)
         self.vmm_end, device_end = socket.socketpair()
         ready, ready_end = os.pipe()
-        fds = (device_end.fileno(), self.listener.fileno(), ready_end)
+        fds = (device_end.fileno(), listener.fileno(), ready_end)
         self.log = directory / "device.log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
@@ -444,6 +447,7 @@ class Backend:
                 stdout=log, stderr=log, cwd="/",
             )  # fmt: skip
         device_end.close()
+        listener.close()  # so that a device that dies takes its backlog with it
         os.close(ready_end)
         with open(ready, "rb") as pipe:
             said = pipe.read()
@@ -503,7 +507,6 @@ class Backend:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.listener.close()
         self.vmm_end.close()
         if self.process.poll() is None:
             self.process.kill()

@@ -152,6 +152,7 @@ class Device:
         self._kicks: dict[int, int] = {}  # descriptor: queue
         self._calls: list[int | None] = [None] * vhost.QUEUES
         self._broken = ""
+        self._scratch = bytearray(64 << 10)
         self._listening = False
         self._listen_again: float | None = None
         self._epoll = select.epoll()
@@ -355,6 +356,20 @@ class Device:
         client.kept.clear()
         self._table.host_deaf(client.stream)
 
+    def _refuse_input(self, client: Client) -> None:
+        """Nobody in the guest reads what the client sends, and it learns that.
+
+        What lies in the socket is thrown away, because a client that waits for room would
+        not be told of the end while there is none.
+        """
+        client.ended = True
+        try:
+            client.sock.shutdown(socket.SHUT_RD)
+            while client.sock.recv_into(self._scratch):
+                pass  # ends: nothing can be added after the shutdown
+        except OSError:
+            pass  # it is gone, and an event will say so or has said so
+
     def _settle(self, client: Client) -> None:
         """Draws the conclusions after one way of a stream has ended."""
         stream = client.stream
@@ -553,17 +568,10 @@ class Device:
                 self._table.abort(stream)
                 self._close(client)
             return
-        if effect & DEAF and not client.ended:
-            client.ended = True
-            try:
-                client.sock.shutdown(socket.SHUT_RD)
-            except OSError:
-                client.deaf = True
+        if effect & (DEAF | GONE) and not client.ended:
+            self._refuse_input(client)
             self._table.host_ended(stream)
-        if effect & GONE and not client.ended:
-            client.ended = True
-        if effect & (GONE | FINISH | DEAF):
-            self._settle(client)
+        self._settle(client)
 
     def _tell(self, rx: Queue) -> None:
         table = self._table
@@ -813,9 +821,8 @@ class Device:
         for stream in self._table.forget():
             client: Client | None = stream.host
             if client is not None:
-                client.ended = True
-                if client.line is None and not client.kept:
-                    self._close(client)
+                self._refuse_input(client)
+                self._settle(client)
 
     def _farewell(self) -> None:
         """The VMM is gone. What its guest had said is still in the memory that we share."""
