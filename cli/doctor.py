@@ -78,12 +78,15 @@ def report(env: Mapping[str, str]) -> Iterator[Line]:
     yield from _machines(config)
     yield from probes.disk(_state(env))
     yield from probes.swap()
+    yield _egress(config)
     if daemon is None:
         yield ok("credentials", "unknown: there is no runtime directory", "none")
+        yield _forgery()
         yield missing
         yield ok("instances", "unknown: there is no runtime directory", "none")
         return
     yield from daemon.credentials(config)
+    yield _forgery()
     yield from daemon.line()
     for name in SERVICES:
         yield from daemon.service(name)
@@ -144,10 +147,16 @@ def _machines(config: Config) -> Iterator[Line]:
     yield ok("isolation", f"{reaches}; virtio-blk in QEMU, vsock in a process of ours", "design")
     yield note("guest-kernel", "none is installed", "image-not-pulled", "this program")
     yield note("image", "none is installed", "image-not-pulled", "this program")
+
+
+def _egress(config: Config) -> Line:
     policy = config.policies[config.profiles[config.defaults.profile].policy]
     value = f"no machine runs, so no NIC and no shared filesystem; default policy {policy.mode}"
-    yield ok("egress", value, "load the config")
-    yield ok("forgery", "refused event frames 0, refused nonces 0: no guest has run", "design")
+    return ok("egress", value, "load the config")
+
+
+def _forgery() -> Line:
+    return ok("forgery", "refused event frames 0, refused nonces 0: no guest has run", "design")
 
 
 def _helper(daemon: _Daemon | None, config: Config) -> Iterator[Line]:

@@ -30,7 +30,7 @@ from agent_box.process.paths import SERVICES
 KEYS = [
     *("agent-box", "config", "account", "host", "virtualization", "engine", "accel", "helper"),
     *("jail", "seccomp", "landlock", "cgroup", "thp", "isolation", "guest-kernel", "image"),
-    *("egress", "forgery", "disk", "swap", "credentials", "daemon"),
+    *("disk", "swap", "egress", "credentials", "forgery", "daemon"),
     *(f"service-{name}" for name in SERVICES),
     "instances",
 ]
