@@ -177,6 +177,9 @@ def _command(
         "--",
         *confine.arguments(contract, paths, config),
     ]
+    program = expected.index("--") + 1
+    if _same_program(seen.argv[program : program + 1], expected[program]):
+        expected[program] = seen.argv[program]
     declared = f"{len(expected)} words"
     if list(seen.argv) == expected:
         return Line("bubblewrap", declared, declared, None)
@@ -185,6 +188,15 @@ def _command(
     parts = [f"without {' '.join(gone)}" if gone else "", f"with {' '.join(more)}" if more else ""]
     how = "; ".join(filter(None, parts)) or "in another order"
     return Line("bubblewrap", declared, how, None)
+
+
+def _same_program(seen: tuple[str, ...], expected: str) -> bool:
+    """An environment has one interpreter under several names, e.g. python and python3."""
+    return (
+        len(seen) == 1
+        and os.path.dirname(seen[0]) == os.path.dirname(expected)
+        and os.path.realpath(seen[0]) == os.path.realpath(expected)
+    )
 
 
 def _filters(wanted: Profile, paths: Paths) -> Iterator[Line]:

@@ -43,6 +43,7 @@ class Writer:
 
     role: str
     service: str
+    pause_s = 0.01
 
     def __init__(self, live: Live) -> None:
         self.live = live
@@ -58,6 +59,8 @@ class Writer:
     def stop(self) -> None:
         self._stop.set()
         self._thread.join()
+
+    def raise_if_broken(self) -> None:
         if self._broken is not None:
             raise self._broken
 
@@ -75,12 +78,13 @@ class Writer:
     def _run(self) -> None:
         try:
             with self.connect() as client:
-                while not self._stop.is_set():
+                while not self._stop.wait(self.pause_s):
                     try:
                         self.write(client)
                         self.count += 1
                     except Refusal as refusal:
-                        if refusal.code not in LOST:
+                        is_stale = refusal.facts.get("seal") == "stale"  # a new start came
+                        if refusal.code not in LOST and not is_stale:
                             raise
                         self.refused.append(refusal)
         except BaseException as error:  # noqa: BLE001 - told by `stop`, in the test's thread
@@ -108,8 +112,9 @@ class Secrets(Writer):
         self.tried.setdefault(name, []).append(value)
         seal_key = client.call("seal_key", Empty(), deadline_s=2)
         assert isinstance(seal_key, store.SealKey)
-        sealed = SealedBox(PublicKey(seal_key.key)).encrypt(value)
-        stored = client.call("put", store.Put(name=name, sealed=sealed), deadline_s=2)
+        box = SealedBox(PublicKey(seal_key.key)).encrypt(value)
+        sealed = store.Sealed(to=seal_key.key, box=box)
+        stored = client.call("put", store.Put(name=name, value=sealed), deadline_s=2)
         assert isinstance(stored, store.Stored)
         assert stored.version > self.acknowledged.get(name, (0, b""))[0]
         self.acknowledged[name] = (stored.version, value)
@@ -127,7 +132,7 @@ class Secrets(Writer):
                 assert found[name].version >= version
                 revealed = broker.call("reveal", store.Reveal(name=name, to=bytes(box.public_key)))
                 assert isinstance(revealed, store.Revealed)
-                opened = SealedBox(box).decrypt(revealed.sealed)
+                opened = SealedBox(box).decrypt(revealed.box)
                 if revealed.version == version:
                     assert opened == value
                 else:  # a later one arrived, and its reply was lost
@@ -136,6 +141,7 @@ class Secrets(Writer):
 
 class Notes(Writer):
     role, service = "broker", "registry"
+    pause_s = 0.1  # a service may note twenty events a second of one instance
 
     def __init__(self, live: Live) -> None:
         super().__init__(live)
@@ -230,6 +236,8 @@ def writers(live: Live) -> Iterator[list[Writer]]:
     finally:
         for writer in team:
             writer.stop()
+        for writer in team:
+            writer.raise_if_broken()
 
 
 def settled(live: Live, writers: list[Writer]) -> float:
@@ -238,11 +246,13 @@ def settled(live: Live, writers: list[Writer]) -> float:
     until("every service is ready", live.ready, seconds=READY_S)
     took = time.monotonic() - begun
     before = [writer.count for writer in writers]
-    until(
-        "the clients go on",
-        lambda: all(w.count > b for w, b in zip(writers, before, strict=True)),
-        seconds=READY_S,
-    )
+
+    def all_go_on() -> bool:
+        for writer in writers:
+            writer.raise_if_broken()
+        return all(w.count > b for w, b in zip(writers, before, strict=True))
+
+    until("the clients go on", all_go_on, seconds=READY_S)
     for service in SERVICES:
         assert len(live.inner(service)) == 1, f"{service} runs {live.inner(service)}"
     return took

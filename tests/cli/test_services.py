@@ -285,7 +285,7 @@ def test_restart_of_one_that_is_stuck(up: Live) -> None:
     os.kill(stuck, signal.SIGSTOP)
     ran = up.run("service", "restart", "netstack", "--json")
     assert ran.result["services"][0]["name"] == "netstack"
-    assert procs.state(stuck) == "X"
+    assert procs.state(stuck) in "XZ"
 
 
 def test_a_service_that_dies_again_and_again_stays_down_until_it_is_restarted(up: Live) -> None:
@@ -380,35 +380,34 @@ def rotate(log: Path) -> None:
 
 
 def test_following_loses_nothing_at_rotations(tmp_path: Path) -> None:
+    """While it is written to and rotated, once or twice between two looks. The writer is
+    never further ahead than the number of files that are kept."""
     log = tmp_path / "store.log"
     log.write_text("old 1\nold 2\n")
-    count = 3000
+    count, batch = 3000, 50
+    ahead = threading.Semaphore(2)
 
     def write() -> None:
-        file = log.open("a")
-        for n in range(count):
-            file.write(f"line {n}\n")
-            file.flush()
-            if n % 97 == 96:
-                file.close()
-                rotate(log)
-                if n % 3 == 0:
-                    rotate(log)  # twice between two looks, one of the files empty
-                file = log.open("a")
-        file.close()
+        for first in range(0, count, batch):
+            ahead.acquire()
+            with log.open("a") as file:
+                for n in range(first, first + batch):
+                    file.write(f"line {n}\n")
+                    file.flush()
+            rotate(log)
 
     with Follower(log, 1) as follower:
         writer = threading.Thread(target=write)
         writer.start()
-        got = list(zip(range(count + 1), follower.lines(timeout_s=10), strict=False))
+        got = []
+        for line in follower.lines(timeout_s=10):
+            got.append(line)
+            if (len(got) - 1) % batch == 0 and len(got) > 1:
+                ahead.release()
+            if len(got) == count + 1:
+                break
         writer.join()
-    lines = [line for _, line in got]
-    assert lines[0] == "old 2"
-    # A reader that falls behind by more files than are kept cannot have them all; what it
-    # has comes in order, once, and without a hole among the files that were kept.
-    numbers = [int(line.split()[1]) for line in lines[1:]]
-    assert numbers == sorted(set(numbers))
-    assert numbers[-1] == count - 1
+    assert got == ["old 2", *(f"line {n}" for n in range(count))]
 
 
 def test_following_step_by_step(tmp_path: Path) -> None:
@@ -538,7 +537,7 @@ def test_every_kind_of_difference_is_shown(up: Live) -> None:
     assert differing() == set()
     assert differing(open_files=77) == {"rlimit-nofile"}
     assert differing(memory_mib=77) == {"rlimit-data"}
-    assert differing(syscalls=(("ptrace", "for the test"),)) == {"seccomp-outer"}
+    assert differing(syscalls=(("setpriority", "for the test"),)) == {"seccomp-outer"}
     calls = tuple(s for s in SERVICES if s != "channel")
     more = {f"mount {here.paths.bus(s)}" for s in calls if s not in declared.wall.calls}
     assert more
