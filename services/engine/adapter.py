@@ -7,7 +7,7 @@ from typing import Final
 from agent_box.engine.contract import CONTRACT
 from agent_box.process.skeleton import Context, Service, Unbuilt
 
-MISSING: Final = "this version cannot run instances yet: no virtual machine engine is built into it"
+MISSING: Final = "this version cannot run instances yet: the engine's drivers are not built"
 
 
 def build(context: Context) -> Service:

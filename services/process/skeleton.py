@@ -43,6 +43,10 @@ EXIT_FAILED: Final = 1
 EXIT_FATAL: Final = 71  # starting it again cannot help
 DRAIN_SECONDS: Final = 6.0  # less than the supervisor waits before it kills
 CLOSE_SECONDS: Final = 2.0
+# A caller with ZMQ_IMMEDIATE loses what it has received and not yet read when the connection
+# ends (measured: always when it is slow, a third of the time on a busy host). So the last
+# answers get a moment to be read; nothing tells when they were.
+LAST_WORDS_SECONDS: Final = 0.15
 ALONE_SECONDS: Final = 5.0  # for the last process of the same service to be gone
 LOCK_FILE: Final = "lock"
 
@@ -147,6 +151,7 @@ class Context:
         """
         if service not in self.contract.wall.calls:
             raise ValueError(f"the wall of {self.contract.service} shows no {service}")
+        server = self.server
         if service not in self._clients:
             callee: Contract = import_module(f"agent_box.{service}.contract").CONTRACT
             self._clients[service] = AsyncClient(
@@ -156,7 +161,7 @@ class Context:
                 secret=self.secret,
                 server_key=self.public_keys[service],
                 contract=callee,
-                context=self.server.gate.context,
+                context=server.gate.context,
             )
         return self._clients[service]
 
@@ -285,18 +290,21 @@ async def _serve(
         public_keys,
     )
     service = build(context)
-    server = Server(
-        contract,
-        sock=arguments.paths.sock(contract.service),
-        secret=keys,
-        public_keys=public_keys,
-        policy=grants,
-        epoch=context.epoch,
-        handlers=service.handlers,
-        outcomes=service.outcomes,
-        log=log,
-        confinement=lambda: base.Confinement(**inside.facts(entered)),
-    )
+    try:
+        server = Server(
+            contract,
+            sock=arguments.paths.sock(contract.service),
+            secret=keys,
+            public_keys=public_keys,
+            policy=grants,
+            epoch=context.epoch,
+            handlers=service.handlers,
+            outcomes=service.outcomes,
+            log=log,
+            confinement=lambda: base.Confinement(**inside.facts(entered)),
+        )
+    except ValueError as error:  # handlers and contract do not belong together
+        raise CannotServe(str(error)) from error
     context.serve(server)
     await server.start()
     log.info("started", epoch=context.epoch.hex(), landlock_abi=entered.landlock_abi)
@@ -318,6 +326,8 @@ async def _serve(
     if not failed and not await _within(DRAIN_SECONDS, server.drained()):
         log.warning("what was under way did not end in time", seconds=DRAIN_SECONDS)
     starting.cancel()
+    if not failed:
+        await asyncio.sleep(LAST_WORDS_SECONDS)
     if not await _within(CLOSE_SECONDS, service.stop()):
         log.warning("the service did not stop in time", seconds=CLOSE_SECONDS)
     await tasks.cancel()
