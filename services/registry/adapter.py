@@ -24,7 +24,7 @@ from agent_box.registry import contract as api
 from agent_box.registry import core as deciding
 from agent_box.registry import journal
 from agent_box.registry.core import Command, Core, Plan
-from agent_box.registry.database import Database, Query, iterate
+from agent_box.registry.database import Database, Page, Query, iterate
 from agent_box.registry.journal import BadEvent, Entry, New
 
 R = TypeVar("R")
@@ -351,7 +351,9 @@ class Registry:
         return self.core.knows(name) or self._database.mentions(name)
 
     def _page(self, query: Query, limit: int) -> api.Entries:
-        page = self._database.page(query, limit=limit)
+        return self._entries(self._database.page(query, limit=limit))
+
+    def _entries(self, page: Page) -> api.Entries:
         return api.Entries(
             epoch=self._epoch,
             first=self._database.before.seq + 1,
@@ -362,17 +364,19 @@ class Registry:
     async def _later(self, query: Query, request: api.Read) -> api.Entries:
         loop = asyncio.get_running_loop()
         end = loop.time() + min(request.wait_ms, WAIT_MAX_MS) / 1000
-        while True:
+        while not self._closing.is_set():
             bell = self._bell
             found = self._page(query, request.limit)
             left = end - loop.time()
-            if found.events or left <= 0 or self._closing.is_set():
+            if found.events or left <= 0:
                 return found
             query = _from(query, found.next)
             try:
                 await asyncio.wait_for(bell.wait(), left)
             except TimeoutError:
-                return self._page(query, request.limit)
+                continue  # for one last look
+        # The database may be closed by now; whoever asked comes again with the same cursor.
+        return self._entries(Page([], query.after))
 
 
 def _from(query: Query, after: int) -> Query:

@@ -261,7 +261,7 @@ class Database:
         return self.bytes > KEEP_BYTES and self.head.seq - KEEP_EVENTS > self.before.seq
 
     def cut(
-        self, *, now_ms: int, keep_bytes: int = KEEP_BYTES, keep_ms: int = KEEP_MS
+        self, *, now_ms: int, keep_bytes: int | None = None, keep_ms: int | None = None
     ) -> list[Entry]:
         """Removes the oldest events that are too many or too old, and records the cut.
 
@@ -274,7 +274,11 @@ class Database:
         Raises:
             Refusal: as `commit`.
         """
-        last, why = self._cut_place(now_ms, keep_bytes, keep_ms)
+        last, why = self._cut_place(
+            now_ms,
+            KEEP_BYTES if keep_bytes is None else keep_bytes,
+            KEEP_MS if keep_ms is None else keep_ms,
+        )
         if last is None:
             return []
         with self._file.transaction():
