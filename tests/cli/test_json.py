@@ -17,6 +17,7 @@ import pytest
 from support import registries
 from support.cli import SCHEMAS, Ran
 from support.live import Live
+from support.until import until
 
 from agent_box.cli import verbs
 from agent_box.cli.demo import EXAMPLE
@@ -121,6 +122,17 @@ def test_the_text(live: Live, line: tuple[str, str, int]) -> None:
     if code == 0:
         assert ran.out
         assert "agent-box: " not in ran.err.replace("agent-box: warning: ", "")
+
+
+def test_live_names_are_completed(live: Live) -> None:
+    """A shell waits half a second and no more, so a busy machine may need another try."""
+    live.up()
+    assert live.run("secret", "set", "key-1", stdin="value").exit == 0
+    for words, line in (
+        (["inspect", "w"], "web1\tunknown, rust\n"),
+        (["secret", "rm", "k"], "key-1\n"),
+    ):
+        until(line, lambda: live.run("--complete", *words).out == line)  # noqa: B023
 
 
 @pytest.mark.parametrize("line", ["logs --follow", "service logs registry --follow"])
