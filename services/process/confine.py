@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
-from agent_box.process import seccomp
+from agent_box.process import hostfiles, seccomp
 from agent_box.process.landlock import Rule
 from agent_box.process.paths import Paths, make_private
 
@@ -50,8 +50,6 @@ _CERTIFICATES: Final = (
     "/etc/pki/ca-trust/extracted",
 )
 _OURS_BELOW_RUNTIME: Final = ("bus", "supervisor", "host")
-_ETC: Final = Path("/etc")
-_NSSWITCH: Final = "passwd: files\ngroup: files\nhosts: files dns\n"
 
 
 class ConfineError(Exception):
@@ -154,7 +152,7 @@ def profile(contract: Contract, paths: Paths, config: Path | None) -> Profile:
     if host_network:
         mounts.append(Mount(paths.host_files))
         mounts += [Mount(Path(path), optional=True) for path in _CERTIFICATES]
-        links += [(_ETC / name, str(paths.host_files / name)) for name in _HOST_FILES]
+        links += [(Path("/etc") / name, str(paths.host_files / name)) for name in hostfiles.NAMES]
     if wall.config and config is not None:
         mounts.append(Mount(_config_directory(config, paths)))
     mounts += [
@@ -199,44 +197,7 @@ def prepare(contract: Contract, paths: Paths) -> None:
         for part in (*reversed(directory.relative_to(paths.runtime).parents), None):
             make_private(directory if part is None else paths.runtime / part)
     if wall.network.value == "host":
-        refresh_host_files(paths)
-
-
-_HOST_FILES: Final = ("hosts", "nsswitch.conf", "resolv.conf")
-
-
-def refresh_host_files(paths: Paths) -> bool:
-    """Copies the host's resolver files to where the services that need them look.
-
-    A mount of /etc/resolv.conf itself would go on showing the old file after the host had
-    changed networks, because the new one comes by rename. Call it again now and then.
-
-    Returns:
-        Whether anything changed.
-
-    Raises:
-        OSError: the runtime directory cannot be written.
-    """
-    changed = False
-    for name in _HOST_FILES:
-        if name == "nsswitch.conf":
-            content = _NSSWITCH.encode()  # the host's may name services that are not mounted
-        else:
-            try:
-                content = (_ETC / name).read_bytes()
-            except FileNotFoundError:
-                content = b""
-        target = paths.host_files / name
-        try:
-            if target.read_bytes() == content:
-                continue
-        except FileNotFoundError:
-            pass
-        part = target.with_name(f".{name}.{os.getpid()}")
-        part.write_bytes(content)
-        os.replace(part, target)
-        changed = True
-    return changed
+        hostfiles.refresh(paths)
 
 
 def write_filters(wanted: Profile, directory: Path) -> Filters:

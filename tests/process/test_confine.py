@@ -284,64 +284,6 @@ def test_what_was_begun_under_bubblewrap_dies_with_it(house: House) -> None:
         os.close(descriptor)
 
 
-# ---------------------------------------------------------------- the host's resolver files
-
-
-def test_a_change_of_networks_is_seen_by_a_running_service(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    etc = house.root / "etc"
-    etc.mkdir()
-    monkeypatch.setattr(confine, "_ETC", etc)
-    (etc / "resolv.conf").write_text("nameserver 192.0.2.1\n")
-    assert confine.refresh_host_files(house.paths)
-    assert not confine.refresh_host_files(house.paths)
-    monkeypatch.undo()
-    profile = house.profile("netstack")
-    monkeypatch.setattr(confine, "_ETC", etc)
-    confine.refresh_host_files(house.paths)
-    code = (
-        "import sys\nfor line in sys.stdin: print(open('/etc/resolv.conf').read(), end='',"
-        " flush=True)"
-    )
-    filters = confine.write_filters(profile, house.paths.supervisor)
-    with subprocess.Popen(
-        confine.command(profile, python("-c", code), filters),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-
-        def look() -> str:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write("?\n")
-            process.stdin.flush()
-            return process.stdout.readline()
-
-        assert look() == "nameserver 192.0.2.1\n"
-        (etc / "new").write_text("nameserver 192.0.2.2\n")
-        os.replace(etc / "new", etc / "resolv.conf")
-        assert confine.refresh_host_files(house.paths)
-        assert look() == "nameserver 192.0.2.2\n"
-
-
-def test_names_are_looked_up_without_sockets_that_are_not_there(house: House) -> None:
-    confine.refresh_host_files(house.paths)
-    assert "hosts: files dns\n" in (house.paths.host_files / "nsswitch.conf").read_text()
-    code = "import socket; print(socket.gethostbyname('localhost'), open('/etc/hosts').read())"
-    profile = house.profile("broker")
-    filters = confine.write_filters(profile, house.paths.supervisor)
-    ran = subprocess.run(
-        confine.command(profile, python("-c", code), filters),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.stdout.startswith("127.0.0.1 ")
-    assert Path("/etc/hosts").read_text() in ran.stdout
-
-
 # ---------------------------------------------------------------- the probe
 
 
