@@ -20,7 +20,7 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, TextIO
 
-from agent_box.process import lock
+from agent_box.process import hostfiles, lock
 from agent_box.process.paths import ROLES, SERVICES, Paths, PathsError
 from agent_box.process.supervision import (
     CONFIG_FILE,
@@ -228,7 +228,11 @@ def _run(paths: Paths, options: Options, report: Report) -> None:
     from agent_box.process import supervise
 
     try:
-        supervise.run(paths.supervisor, on_running=lambda: report.tell(ok=True, pid=os.getpid()))
+        supervise.run(
+            paths.supervisor,
+            on_running=lambda: report.tell(ok=True, pid=os.getpid()),
+            refresh=lambda: hostfiles.refresh(paths),
+        )
     except supervise.SupervisorError as error:
         raise Cannot("daemon-failed", str(error)) from error
 
@@ -238,7 +242,15 @@ def runtime_lock(paths: Paths) -> Path:
     return paths.runtime / "daemon.lock"
 
 
-def write(paths: Paths, programs: Sequence[Program], *, silent: bool) -> None:
+def report_command(config: Path | None) -> tuple[str, ...]:
+    """Prints the startup report. Each gap in it refuses what needs it; none stops the daemon."""
+    variables = [] if config is None else [f"AGENT_BOX_CONFIG={config}"]
+    return ("/usr/bin/env", *variables, sys.executable, "-I", "-m", "agent_box.cli.main", "doctor")
+
+
+def write(
+    paths: Paths, programs: Sequence[Program], *, report: tuple[str, ...] = (), silent: bool
+) -> None:
     """Writes what supervisord reads, new at each start, with a new password.
 
     Raises:
@@ -251,7 +263,7 @@ def write(paths: Paths, programs: Sequence[Program], *, silent: bool) -> None:
     link.symlink_to(paths.log(SERVICES[0]).parent)
     for name, text in (
         (PASSWORD_FILE, password),
-        (CONFIG_FILE, configuration(programs, password=password, silent=silent)),
+        (CONFIG_FILE, configuration(programs, report=report, password=password, silent=silent)),
     ):
         (directory / name).unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -264,7 +276,12 @@ def _prepare(paths: Paths, options: Options) -> None:
     try:
         _check_config(options.config)
         _make_keys(paths)
-        write(paths, programs(paths, options.config), silent=options.background or options.json)
+        write(
+            paths,
+            programs(paths, options.config),
+            report=report_command(options.config),
+            silent=options.background or options.json,
+        )
     except PathsError as error:
         raise Cannot(error.kind, str(error)) from error
     except OSError as error:  # a full disk is not told by the name of a file

@@ -8,6 +8,7 @@ becomes the program, so that there is no moment at which one could be left over.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import time
@@ -17,12 +18,14 @@ from typing import Any, Final, NoReturn
 
 from supervisor.medusa import asyncore_25 as asyncore
 from supervisor.options import ServerOptions
-from supervisor.states import ProcessStates
+from supervisor.states import ProcessStates, SupervisorStates
 from supervisor.supervisord import Supervisor
 
-from agent_box.process.supervision import CONFIG_FILE, SOCKET_FILE
+from agent_box.process.supervision import CONFIG_FILE, REPORT, SOCKET_FILE
 
 REMIND_S: Final = 1.0
+REFRESH_S: Final = 5.0
+REPORT_S: Final = 10.0  # after the start: whoever waits for a service should not wait for it
 _PR_SET_PDEATHSIG: Final = 1
 # What supervisord sets handlers for (ServerOptions.setsignals) and what Python ignores.
 _CHANGED: Final = (
@@ -42,7 +45,12 @@ class SupervisorError(Exception):
     """supervisord could not start. The message is one line for a person."""
 
 
-def run(directory: Path, *, on_running: Callable[[], None]) -> None:
+def run(
+    directory: Path,
+    *,
+    on_running: Callable[[], None],
+    refresh: Callable[[], object],
+) -> None:
     """Runs supervisord until SIGTERM, SIGINT, SIGQUIT or SIGHUP and every program is gone.
 
     The caller holds the daemon's lock and stands in the main thread; it must not have
@@ -51,6 +59,7 @@ def run(directory: Path, *, on_running: Callable[[], None]) -> None:
     Args:
         directory: holds the configuration file; mode 0700.
         on_running: called once, when the control socket is open, before any program starts.
+        refresh: called every `REFRESH_S`; an OSError of it is logged.
 
     Raises:
         SupervisorError: the configuration or the control socket is refused.
@@ -67,7 +76,7 @@ def run(directory: Path, *, on_running: Callable[[], None]) -> None:
         server["file"] = SOCKET_FILE
     options.first = True  # we never run it a second time, so it closes no descriptors
     options.test = False
-    supervisor = _Supervisor(options, on_running)
+    supervisor = _Supervisor(options, on_running, refresh)
     try:
         supervisor.main()
     except asyncore.ExitNow:
@@ -117,10 +126,18 @@ class _Options(ServerOptions):  # type: ignore[misc]
 
 
 class _Supervisor(Supervisor):  # type: ignore[misc]
-    def __init__(self, options: _Options, on_running: Callable[[], None]) -> None:
+    def __init__(
+        self, options: _Options, on_running: Callable[[], None], refresh: Callable[[], object]
+    ) -> None:
         super().__init__(options)
         self._on_running = on_running
-        self._reminded = 0.0
+        self._refresh = refresh
+        now = time.monotonic()
+        self._due = {
+            self._remind_all: (now, REMIND_S),
+            self._refresh_all: (now + REFRESH_S, REFRESH_S),
+            self._report: (now + REPORT_S, math.inf),
+        }
 
     def runforever(self) -> None:
         self._on_running()
@@ -129,11 +146,25 @@ class _Supervisor(Supervisor):  # type: ignore[misc]
     def tick(self, now: float | None = None) -> None:
         """Every turn of the loop, at least once a second."""
         super().tick(now)
-        if time.monotonic() - self._reminded >= REMIND_S:
-            self._reminded = time.monotonic()
-            for group in self.process_groups.values():
-                for process in group.processes.values():
-                    self._remind(process)
+        for work, (due, every) in self._due.items():
+            if time.monotonic() >= due:
+                self._due[work] = (time.monotonic() + every, every)
+                work()
+
+    def _refresh_all(self) -> None:
+        try:
+            self._refresh()
+        except OSError as error:
+            self.options.logger.warn(f"what the services see of the host is old: {error}")
+
+    def _report(self) -> None:
+        if REPORT in self.process_groups and self.options.mood == SupervisorStates.RUNNING:
+            self.process_groups[REPORT].processes[REPORT].spawn()
+
+    def _remind_all(self) -> None:
+        for group in self.process_groups.values():
+            for process in group.processes.values():
+                self._remind(process)
 
     def _remind(self, process: Any) -> None:
         """Sends SIGTERM again to a program that is to stop and has not.

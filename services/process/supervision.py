@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import xmlrpc.client
 
 GROUP: Final = "agent-box"
+REPORT: Final = "report"  # the program that runs once, some time after the start
 USER: Final = "agent-box"
 EXIT_FATAL: Final = 71  # a service's own word that starting it again cannot help
 STOP_SECONDS: Final = 10  # from SIGTERM to SIGKILL: what a service has for its drain
@@ -36,6 +37,7 @@ _SPECIAL: Final = re.compile(r"[^A-Za-z0-9_@%+=:,./-]")
 # supervisord's fault codes (supervisor.xmlrpc.Faults); importing that costs too much.
 _NOT_RUNNING: Final = 70
 _ALREADY_STARTED: Final = 60
+_DIED_AT_ONCE: Final = (40, 50)  # ABNORMAL_TERMINATION, SPAWN_ERROR
 
 
 class ControlError(Exception):
@@ -76,7 +78,9 @@ class Status:
     reason: str | None
 
 
-def configuration(programs: Iterable[Program], *, password: str, silent: bool) -> str:
+def configuration(
+    programs: Iterable[Program], *, report: tuple[str, ...], password: str, silent: bool
+) -> str:
     """The text of supervisord's configuration file.
 
     Every path in it is relative to the file's own directory, in which supervisord runs: the
@@ -85,6 +89,8 @@ def configuration(programs: Iterable[Program], *, password: str, silent: bool) -
 
     Args:
         programs: in any order; all are started at once and clients wait for them.
+        report: the command line of what runs once when all has settled; its output is the
+            log ``report.log``. Empty for none.
         password: for the control socket; only its digest is written.
         silent: whether supervisord's own log goes to the log file only, not to stdout too.
 
@@ -153,6 +159,25 @@ stdout_logfile_backups = {LOG_BACKUPS}
 """
         for program in programs
     ]
+    if report:
+        sections.append(
+            f"""\
+[program:{REPORT}]
+command = {_command(report)}
+directory = /
+umask = 077
+autostart = false
+autorestart = false
+startsecs = 0
+startretries = 0
+stopasgroup = true
+killasgroup = true
+redirect_stderr = true
+stdout_logfile = {LOGS_LINK}/{REPORT}.log
+stdout_logfile_maxbytes = {LOG_BYTES}
+stdout_logfile_backups = {LOG_BACKUPS}
+"""
+        )
     return "\n".join(sections)
 
 
@@ -210,21 +235,22 @@ class Control:
         self._call(
             "supervisor.stopProcess",
             f"{GROUP}:{name}",
-            ignore=_NOT_RUNNING,
+            ignore=(_NOT_RUNNING,),
             timeout_s=self._timeout_s + STOP_SECONDS,
         )
 
     def start(self, name: str) -> None:
-        """Starts it, whatever it died of before; returns when it was started, not ready.
+        """Starts it, whatever it died of before. Whether it lives, its status says.
 
         Raises:
-            ControlError: supervisord does not answer, or could not start it.
+            ControlError: supervisord does not answer, or knows no such program.
         """
         self._call("agent_box.pardon", name)
-        self._call("supervisor.startProcess", f"{GROUP}:{name}", ignore=_ALREADY_STARTED)
+        ignore = (_ALREADY_STARTED, *_DIED_AT_ONCE)
+        self._call("supervisor.startProcess", f"{GROUP}:{name}", ignore=ignore)
 
     def _call(
-        self, method: str, *arguments: str, ignore: int | None = None, timeout_s: float = 0.0
+        self, method: str, *arguments: str, ignore: tuple[int, ...] = (), timeout_s: float = 0.0
     ) -> Any:
         import http.client
         import xmlrpc.client
@@ -236,7 +262,7 @@ class Control:
         try:
             return target(*arguments)
         except xmlrpc.client.Fault as fault:
-            if fault.faultCode == ignore:
+            if fault.faultCode in ignore:
                 return None
             raise ControlError(f"supervisord: {fault.faultString}") from fault
         except xmlrpc.client.ProtocolError as error:

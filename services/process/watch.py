@@ -19,7 +19,7 @@ from supervisor import events
 from supervisor.states import ProcessStates, SupervisorStates, getProcessStateDescription
 from supervisor.xmlrpc import Faults, RPCError
 
-from agent_box.process.supervision import EXIT_FATAL
+from agent_box.process.supervision import EXIT_FATAL, GROUP
 
 DEATHS: Final = 5
 WITHIN_S: Final = 30.0
@@ -177,8 +177,7 @@ class Interface:
     def _processes(self) -> list[tuple[str, Any]]:
         return [
             (process.config.name, process)
-            for group in self._supervisord.process_groups.values()
-            for process in group.processes.values()
+            for process in self._supervisord.process_groups[GROUP].processes.values()
         ]
 
 
@@ -194,11 +193,18 @@ def make_rpcinterface(supervisord: Any, **_config: str) -> Interface:
 
     watch = Watch(log, wake)
 
+    def of_services(heard: Callable[[Any], None]) -> Callable[[Any], None]:
+        def hear(event: Any) -> None:
+            if event.process.group.config.name == GROUP:
+                heard(event)
+
+        return hear
+
     def on_exited(event: Any) -> None:
         if options.mood == SupervisorStates.RUNNING:
             watch.on_exited(event)
 
-    events.subscribe(events.ProcessStateStartingEvent, watch.on_starting)
-    events.subscribe(events.ProcessStateExitedEvent, on_exited)
-    events.subscribe(events.ProcessStateFatalEvent, watch.on_fatal)
+    events.subscribe(events.ProcessStateStartingEvent, of_services(watch.on_starting))
+    events.subscribe(events.ProcessStateExitedEvent, of_services(on_exited))
+    events.subscribe(events.ProcessStateFatalEvent, of_services(watch.on_fatal))
     return Interface(supervisord, watch)

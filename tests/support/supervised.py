@@ -22,7 +22,11 @@ def main() -> None:
     paths.make()
     programs = [Program(words[0], tuple(words[1:])) for words in json.loads(sys.argv[2])]
     daemon.write(paths, programs, silent=True)
-    supervise.run(paths.supervisor, on_running=lambda: print("running", flush=True))
+    supervise.run(
+        paths.supervisor,
+        on_running=lambda: print("running", flush=True),
+        refresh=lambda: None,
+    )
 
 
 if __name__ == "__main__":
