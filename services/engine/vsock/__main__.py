@@ -107,7 +107,10 @@ def _say(what: Mapping[str, int | str]) -> None:
     poll = select.poll()
     poll.register(2, select.POLLOUT)
     if any(event & select.POLLOUT for _, event in poll.poll(0)):
-        os.write(2, json.dumps(what).encode() + b"\n")
+        try:
+            os.write(2, json.dumps(what).encode() + b"\n")
+        except OSError:
+            pass  # the log is full or gone: no reason to end a machine's streams
 
 
 if __name__ == "__main__":
