@@ -713,10 +713,14 @@ def test_what_the_process_may_do(backend: Backend) -> None:
     )
     assert said["Seccomp"].strip() == "2" and said["NoNewPrivs"].strip() == "1"
     assert said["Threads"].strip() == "1"
-    limits = Path(f"/proc/{backend.process.pid}/limits").read_text() if os.getuid() == 0 else ""
-    assert "Max core file size        0 " in limits or not limits
-    with pytest.raises(PermissionError):  # not dumpable: nobody looks into it
-        os.listdir(f"/proc/{backend.process.pid}/fd")
+    rows = Path(f"/proc/{backend.process.pid}/limits").read_text().splitlines()
+    limits = {row[:26].strip(): row[26:].split()[:2] for row in rows}
+    assert limits["Max core file size"] == limits["Max processes"] == ["0", "0"]
+    assert limits["Max data size"] == ["536870912", "536870912"]
+    assert int(limits["Max open files"][0]) <= 4096 + 64
+    if os.getuid() != 0:
+        with pytest.raises(PermissionError):  # not dumpable: nobody of its user looks into it
+            os.listdir(f"/proc/{backend.process.pid}/fd")
 
 
 @pytest.mark.parametrize(

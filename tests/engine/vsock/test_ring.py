@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import random
 import struct
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -212,6 +216,41 @@ def test_rings_that_cannot_be(size: int, desc: int, avail: int, used: int) -> No
             used=USER + used,
             base=0,
         )
+
+
+PUBLISH = """
+import mmap, os, sys
+from agent_box.engine.vsock.ring import READABLE, Memory, Queue, Region
+memory = memoryview(mmap.mmap(int(sys.argv[1]), 1 << 16))
+queue = Queue(
+    Memory([Region(0, 0, memory)]), READABLE, size=8, desc=0, avail=1024, used=2048, base=0
+)
+for _ in range(400_000):
+    queue.push(0, 0)
+    queue.publish()
+"""
+
+
+def test_a_driver_never_sees_half_an_index() -> None:
+    """Another process looks all the time. `struct.pack_into` fails this within a moment."""
+    fd = os.memfd_create("ring")
+    os.ftruncate(fd, 1 << 16)
+    shared = memoryview(mmap.mmap(fd, 1 << 16))
+    used = shared[2048:2052].cast("H")
+    process = subprocess.Popen(
+        [sys.executable, "-B", "-c", PUBLISH, str(fd)], pass_fds=[fd], stderr=subprocess.PIPE
+    )
+    last = looks = 0
+    while process.poll() is None:
+        for _ in range(5000):
+            now = used[1]
+            assert (now - last) & 0xFFFF < 0x8000, (last, now)
+            last = now
+            looks += 1
+    _, error = process.communicate()
+    os.close(fd)
+    assert process.returncode == 0, error
+    assert used[1] == 400_000 & 0xFFFF and looks > 5000
 
 
 def play(seed: int, steps: int) -> int:
