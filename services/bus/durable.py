@@ -114,7 +114,30 @@ def create(
     schema: str,
     fill: Callable[[sqlite3.Connection], object],
 ) -> None:
+    """Makes a new database and gives it its name when it is complete.
+
+    Args, Raises: as `build`; besides, OSError when something lies at `path`.
+    """
+    new = path.with_name(path.name + ".new")
+    for leftover in _companions(path):  # of a database that is gone; SQLite would play it back
+        leftover.unlink(missing_ok=True)
+    build(new, application_id=application_id, version=version, schema=schema, fill=fill)
+    os.link(new, path)  # and not a rename, which would take the place of another's
+    new.unlink()
+    _sync(path.parent)
+
+
+def build(
+    path: Path,
+    *,
+    application_id: int,
+    version: int,
+    schema: str,
+    fill: Callable[[sqlite3.Connection], object],
+) -> None:
     """Makes a complete new database at `path`, synced, with no companions beside it.
+
+    Whatever lies there is removed first.
 
     Args:
         schema: SQL statements.
@@ -122,13 +145,11 @@ def create(
             own in a transaction, or none.
 
     Raises:
-        sqlite3.Error, OSError: it could not be made; leftovers ``*.new`` may lie there, and
-            nothing lies at `path`.
+        sqlite3.Error, OSError: it could not be made; leftovers may lie there.
     """
-    new = path.with_name(path.name + ".new")
-    for leftover in (new, *_companions(new), *_companions(path)):
+    for leftover in (path, *_companions(path)):
         leftover.unlink(missing_ok=True)
-    connection = _connect(new, "rwc")
+    connection = _connect(path, "rwc")
     try:
         connection.execute(f"PRAGMA application_id = {application_id}")
         connection.execute(f"PRAGMA user_version = {version}")
@@ -137,25 +158,14 @@ def create(
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     finally:
         connection.close()
-    os.link(new, path)  # and not a rename, which would take the place of another's
-    new.unlink()
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    _sync(path.parent)
 
 
 def refusal(path: Path, error: sqlite3.Error | OSError) -> Refusal:
     """What to answer when the database at `path` could not be written."""
     where = path.parent
     if isinstance(error, OSError):
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return Refusal(Reason.DISK_FULL, f"the disk of {where} is full; nothing has changed")
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            return Refusal(Reason.WRONG_STATE, f"{where} is read-only; nothing has changed")
-        why = f"{where} cannot be written ({error.strerror}); nothing has changed"
-        return Refusal(Reason.EXHAUSTED, why)
+        return os_refusal(where, error)
     code = getattr(error, "sqlite_errorcode", 0)
     if code in _NO_SPACE or (code & 0xFF == sqlite3.SQLITE_IOERR and _is_full(where)):
         return Refusal(Reason.DISK_FULL, f"the disk of {where} is full; nothing has changed")
@@ -168,12 +178,28 @@ def refusal(path: Path, error: sqlite3.Error | OSError) -> Refusal:
     return Refusal(Reason.TAMPERED, str(damaged(path, error)))
 
 
+def os_refusal(where: Path, error: OSError) -> Refusal:
+    """What to answer when the system could not write below `where`."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Refusal(Reason.DISK_FULL, f"the disk of {where} is full; nothing has changed")
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return Refusal(Reason.WRONG_STATE, f"{where} is read-only; nothing has changed")
+    return Refusal(
+        Reason.EXHAUSTED, f"{where} cannot be written ({error.strerror}); nothing has changed"
+    )
+
+
 def damaged(path: Path, error: sqlite3.Error) -> Damaged:
-    """One line. SQLite's own words are of its closed set; they never hold a value."""
-    name = getattr(error, "sqlite_errorname", "")
-    if name == "SQLITE_BUSY":
+    """What an error of SQLite means for the database at `path`, in one line."""
+    if getattr(error, "sqlite_errorname", "") == "SQLITE_BUSY":
         return InUse(f"the database {path} is in use by another process")
-    return Damaged(f"the database {path} is damaged or cannot be read ({name or 'unknown error'})")
+    return Damaged(f"the database {path} is damaged or cannot be read ({name_of(error)})")
+
+
+def name_of(error: sqlite3.Error) -> str:
+    """SQLite's name for it, of a closed set: unlike a message, it cannot hold a value."""
+    name: str = getattr(error, "sqlite_errorname", "unknown error")
+    return "the disk is full" if name == "SQLITE_FULL" else name
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
@@ -221,6 +247,15 @@ def _check_file(path: Path, application_id: int) -> None:
         raise Damaged(f"the database {path} was replaced by one of another program")
     if not os.access(path, os.W_OK):
         raise Damaged(f"the database {path} is read-only")
+
+
+def _sync(directory: Path) -> None:
+    """Makes the names in a directory durable."""
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _companions(path: Path) -> tuple[Path, ...]:

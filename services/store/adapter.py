@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
+from agent_box.bus import durable
+from agent_box.bus.durable import Damaged
 from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.outcomes import Outcomes, Prior
 from agent_box.bus.schema import Empty
@@ -35,7 +37,7 @@ from agent_box.store.contract import (
 )
 from agent_box.store.core import Core
 from agent_box.store.custody import HANDED, Custody
-from agent_box.store.database import Damaged, Database
+from agent_box.store.database import Database
 from agent_box.store.files import FileRefused, KeyDirectory, sync_directory
 from agent_box.store.handing import Handed
 
@@ -98,7 +100,7 @@ class Store:
         except OSError as error:
             self._broken = f"the store cannot be opened: {error.filename or keys}: {error.strerror}"
         except sqlite3.Error as error:
-            self._broken = f"the store cannot be made in {data}: {stored.name_of(error)}"
+            self._broken = f"the store cannot be made in {data}: {durable.name_of(error)}"
         if self.problem is not None:
             log.warning("the store is not open", problem=self.problem)
 
@@ -352,7 +354,7 @@ class Store:
                 f"the protection was changed to {now.protection}, but {self._keys.path} could "
                 f"not be finished ({error.strerror}); it is finished at the next start",
             )
-        return stored.refusal_of(error, self._keys.path)
+        return durable.os_refusal(self._keys.path, error)
 
     def _tidy(self, custody: Custody) -> None:
         try:

@@ -323,7 +323,7 @@ def test_damage_that_only_a_full_check_finds_stops_writes_and_not_reads(box: Box
 def test_a_second_store_on_the_same_files_does_not_open(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent_box.store.database._BUSY_S", 0.05)
+    monkeypatch.setattr("agent_box.bus.durable._BUSY_S", 0.05)
     with box.opened() as store:
         put(store, "a", b"one")
         with box.opened() as second:
