@@ -22,6 +22,7 @@ from agent_box.bus.link import RECONNECT_MAX_MS, RECONNECT_MS
 from agent_box.bus.zap import Gate
 
 _RING: Final = struct.Struct(f"!3s{wire.EPOCH_BYTES}sQ")
+_FRAME_MAX: Final = 1_024  # the largest is a command of the CURVE handshake
 SEQ_MAX: Final = (1 << 63) - 1
 
 T = TypeVar("T")
@@ -58,7 +59,7 @@ class Publisher:
     ) -> None:
         self._socket = gate.socket(zmq.PUB, f"agent-box/{service}/doorbell", secret, roles)
         self._socket.setsockopt(zmq.CONFLATE, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 256)  # a listener only subscribes
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _FRAME_MAX)
         self._socket.bind(f"ipc://{sock}")
 
     def ring(self, epoch: bytes, seq: int) -> None:
@@ -83,7 +84,7 @@ class _Bell:
         listener.setsockopt(zmq.CONFLATE, 1)
         listener.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         listener.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-        listener.setsockopt(zmq.MAXMSGSIZE, 256)
+        listener.setsockopt(zmq.MAXMSGSIZE, _FRAME_MAX)
         listener.setsockopt(zmq.CURVE_SERVERKEY, server_key)
         listener.setsockopt(zmq.CURVE_PUBLICKEY, secret.public)
         listener.setsockopt(zmq.CURVE_SECRETKEY, secret.reveal())

@@ -95,21 +95,30 @@ class SqliteOutcomes:
 
     def _write(self, caller: str, request_id: bytes, method: str, state: str, body: bytes) -> None:
         now = int(time.time())
-        if self._rows >= ROWS_MAX:
-            self._db.execute("DELETE FROM outcomes WHERE at < ?", (now - KEEP_S,))
-            self._rows = int(self._db.execute("SELECT count(*) FROM outcomes").fetchone()[0])
-            if self._rows >= ROWS_MAX:
-                raise Refusal(Reason.EXHAUSTED, "too many calls of the last two days are on record")
-        else:
-            self._db.execute(
-                "DELETE FROM outcomes WHERE (caller, request_id) IN"
-                " (SELECT caller, request_id FROM outcomes WHERE at < ? ORDER BY at LIMIT 4)",
-                (now - KEEP_S,),
-            )
+        known = self._db.execute(
+            "UPDATE outcomes SET state = ?, body = ?, at = ? WHERE caller = ? AND request_id = ?",
+            (state, body, now, caller, request_id),
+        )
+        if known.rowcount:
+            return
+        self._make_room(now)
         self._db.execute(
             "INSERT INTO outcomes (caller, request_id, method, state, body, at)"
-            " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (caller, request_id)"
-            " DO UPDATE SET state = excluded.state, body = excluded.body, at = excluded.at",
+            " VALUES (?, ?, ?, ?, ?, ?)",
             (caller, request_id, method, state, body, now),
         )
         self._rows += 1
+
+    def _make_room(self, now: int) -> None:
+        """A few old ones each time, so no call has to wait for many. `_rows` is at least what
+        is there: a transaction that is rolled back is not counted out again."""
+        gone = self._db.execute(
+            "DELETE FROM outcomes WHERE (caller, request_id) IN"
+            " (SELECT caller, request_id FROM outcomes WHERE at < ? ORDER BY at LIMIT 4)",
+            (now - KEEP_S,),
+        )
+        self._rows -= gone.rowcount
+        if self._rows >= ROWS_MAX:
+            self._rows = int(self._db.execute("SELECT count(*) FROM outcomes").fetchone()[0])
+            if self._rows >= ROWS_MAX:
+                raise Refusal(Reason.EXHAUSTED, "too many calls of the last two days are on record")
