@@ -1,0 +1,126 @@
+"""The instance's data disk, and the root that agent processes see.
+
+The data disk (drive `data`) is checked, grown to the size of its device and mounted. The
+agent's root is an overlay: below it the harness layer and the variant, both read-only; above
+it the data disk, so that what an agent installs stays. PID 1 and box-guest never run from
+that overlay.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from agent_box.guest import system
+
+DATA: Final = "/run/box/data"
+HARNESS: Final = "/run/box/harness"
+ROOT: Final = "/run/box/root"
+HOME: Final = "/home/agent"
+WORK: Final = "/home/agent/work"
+AGENT_UID: Final = 1000
+_TOOLS: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What became of the data disk. `text` is one line for the operator."""
+
+    state: Literal["ok", "absent", "damaged"]
+    bytes: int
+    text: str
+
+
+def prepare() -> Disk:
+    """Checks, mounts and grows the data disk and builds the agent's root on it.
+
+    Doing it again, as a second agent process does, finds it done. A disk that cannot be
+    mounted is left as it is: nothing is ever formatted here.
+    """
+    device = system.drive("data")
+    if device is None:
+        return Disk("absent", 0, "the machine has no data disk")
+    size = system.device_bytes(device)
+    try:
+        if not os.path.ismount(DATA):
+            _mount(device)
+            _grow(device, size)
+        if not os.path.ismount(ROOT):
+            _overlay()
+    except (OSError, subprocess.SubprocessError) as error:
+        return Disk("damaged", size, f"data disk: {error}")
+    return Disk("ok", size, "")
+
+
+def _run(*command: str, accept: tuple[int, ...] = (0,)) -> None:
+    ended = subprocess.run(command, env=_TOOLS, capture_output=True, timeout=600, check=False)
+    if ended.returncode not in accept:
+        said = (ended.stderr or ended.stdout).decode(errors="replace").strip()
+        last = said.splitlines()[-1] if said else f"exit status {ended.returncode}"
+        raise OSError(f"{os.path.basename(command[0])}: {last}")
+
+
+def _mount(device: str) -> None:
+    if not _clean(device):
+        # -p repairs only what is safe; 1 means repaired (e2fsck(8))
+        _run("/sbin/e2fsck", "-p", device, accept=(0, 1))
+    flags = system.MS_NOSUID | system.MS_NODEV | system.MS_NOATIME
+    system.mount(device, DATA, "ext4", flags & ~system.MS_NOSUID, "discard")
+
+
+def _clean(device: str) -> bool:
+    """Whether the superblock says that it was unmounted without errors (ext4 disk layout:
+    s_magic at 0x38, s_state at 0x3a of the superblock at 1024)."""
+    with open(device, "rb", buffering=0) as file:
+        superblock = os.pread(file.fileno(), 1024, 1024)
+    magic, state = struct.unpack_from("<HH", superblock, 0x38)
+    if magic != 0xEF53:
+        raise OSError("it holds no ext4 file system")
+    return bool(state & 1 and not state & 2)
+
+
+def _grow(device: str, size: int) -> None:
+    stat = os.statvfs(DATA)
+    # the file system's own tables take up to a few per cent; less than that is no growth
+    if stat.f_blocks * stat.f_frsize < size * 9 // 10:
+        _run("/sbin/resize2fs", device)
+
+
+def _overlay() -> None:
+    for path, mode in ((f"{DATA}/upper", 0o755), (f"{DATA}/work", 0o700)):
+        os.makedirs(path, mode=mode, exist_ok=True)
+    lower = f"{HARNESS}:/" if _harness() else "/"
+    options = f"lowerdir={lower},upperdir={DATA}/upper,workdir={DATA}/work"
+    system.mount("overlay", ROOT, "overlay", system.MS_NODEV, options)
+    for path in ("/proc", "/sys", "/dev"):
+        system.mount(path, ROOT + path, "", system.MS_BIND | system.MS_REC)
+    for path, data in (("/run", "mode=0755"), ("/tmp", "mode=1777")):
+        system.mount("tmpfs", ROOT + path, "tmpfs", system.MS_NOSUID | system.MS_NODEV, data)
+    for path in (HOME, WORK):
+        if not os.path.isdir(ROOT + path):
+            os.makedirs(ROOT + path, mode=0o755)
+            os.chown(ROOT + path, AGENT_UID, AGENT_UID, follow_symlinks=False)
+
+
+def _harness() -> bool:
+    device = system.drive("harness")
+    if device is None:
+        return False
+    if not os.path.ismount(HARNESS):
+        system.mount(device, HARNESS, "erofs", system.MS_RDONLY | system.MS_NODEV)
+    return True
+
+
+def release() -> None:
+    """Unmounts for power-off, or at least makes the disk read-only.
+
+    Raises:
+        OSError: neither could be done; what was written is still synced.
+    """
+    os.sync()
+    if not os.path.ismount(DATA):
+        return
+    system.mount("", DATA, "", system.MS_REMOUNT | system.MS_RDONLY)
