@@ -432,7 +432,14 @@ class Guest:
 class Backend:
     """The device as its own process, as a shim starts it."""
 
-    def __init__(self, directory: Path, *, cid: int = CID, backlog: int = 1024) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        cid: int = CID,
+        backlog: int = 1024,
+        descriptors: int | None = None,
+    ) -> None:
         self.path = directory / "v.sock"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(os.fspath(self.path))
@@ -441,9 +448,12 @@ class Backend:
         ready, ready_end = os.pipe()
         fds = (device_end.fileno(), listener.fileno(), ready_end)
         self.log = directory / "device.log"
+        limit = []
+        if descriptors is not None:
+            limit = ["/bin/sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh"]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                command(*fds, cid), pass_fds=fds, stdin=subprocess.DEVNULL,
+                [*limit, *command(*fds, cid)], pass_fds=fds, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=log, cwd="/",
             )  # fmt: skip
         device_end.close()

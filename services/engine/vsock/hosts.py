@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import select
 import socket
-from collections import deque
+from collections import OrderedDict
 from typing import Final
 
 from agent_box.engine.vsock.hybrid import Line, accepted
@@ -31,7 +31,6 @@ class Client:
         ended: it will send nothing more, or nobody wants it.
         deaf: it will not take anything more.
         shut: our writing side is shut.
-        queued: it is in the device's `_ready`.
         watched_out: the loop is told when it takes data again.
         burst: how many buffers to offer it at the next read.
     """
@@ -43,7 +42,6 @@ class Client:
         "fd",
         "kept",
         "line",
-        "queued",
         "readable",
         "shut",
         "sock",
@@ -61,7 +59,6 @@ class Client:
         self.ended = False
         self.deaf = False
         self.shut = False
-        self.queued = False
         self.watched_out = False
         self.burst = FIRST_BURST
 
@@ -77,7 +74,7 @@ class Hosts:
 
     def __init__(self, table: Table, epoll: select.epoll) -> None:
         self.clients: dict[int, Client] = {}
-        self.ready: deque[Client] = deque()
+        self.ready: OrderedDict[Client, None] = OrderedDict()
         self.to_host = 0
         self._table = table
         self._epoll = epoll
@@ -94,6 +91,7 @@ class Hosts:
         """Closes the host's end, whatever is kept for it."""
         if self.clients.pop(client.fd, None) is None:
             return
+        self.ready.pop(client, None)
         client.sock.close()  # and so is out of the epoll: nobody else holds it
         client.kept.clear()
         client.ended = client.deaf = True
@@ -195,11 +193,11 @@ class Hosts:
         self.settle(client)
 
     def enqueue(self, client: Client) -> None:
-        if client.readable and not client.queued and not client.ended:
+        """It may have something to read: let it wait for its turn, if the guest has room."""
+        if client.readable and not client.ended:
             stream = client.stream
             if stream is not None and stream.credit():
-                client.queued = True
-                self.ready.append(client)
+                self.ready[client] = None
 
     def effect(self, client: Client, stream: Stream, effect: int) -> None:
         if effect & OPENED:

@@ -85,7 +85,7 @@ class Pump:
                     last = client
                 elif effect & ~CREDIT:
                     self._hosts.effect(client, stream, effect)
-                if effect & CREDIT and not client.queued:
+                if effect & CREDIT and client not in self._hosts.ready:
                     self._hosts.enqueue(client)
         finally:
             if last is not None:
@@ -115,14 +115,12 @@ class Pump:
         """Reads clients into buffers of the guest's, each at most once."""
         ready = self._hosts.ready
         for _ in range(len(ready)):
-            if not rx.pending():
+            if not ready or not rx.pending():
                 return
-            client = ready.popleft()
-            client.queued = False
-            if client.ended:
-                continue
-            self._read(client, rx)
-            self._hosts.enqueue(client)
+            client, _ = ready.popitem(last=False)
+            if not client.ended:
+                self._read(client, rx)
+                self._hosts.enqueue(client)
 
     def _read(self, client: Client, rx: Queue) -> None:
         stream = client.stream

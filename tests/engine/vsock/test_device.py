@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import socket
 import struct
 import subprocess
@@ -742,3 +743,38 @@ def test_wrong_arguments_are_told(arguments: list[str]) -> None:
     )
     assert ran.returncode == 64
     assert json.loads(ran.stderr)["error"]
+
+
+def test_a_device_that_is_killed_leaves_nobody_waiting(backend: Backend, guest: Guest) -> None:
+    client, _ = pair(backend, guest)
+    backend.process.send_signal(signal.SIGSTOP)
+    waiting = backend.connect(ECHO)
+    backend.process.kill()
+    for sock in (client, waiting):
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        backend.connect(ECHO)
+
+
+def test_more_clients_than_there_may_be_wait_their_turn(tmp_path: Path) -> None:
+    """With few descriptors, so that the limit is near."""
+    with Backend(tmp_path, descriptors=64 + 10) as backend:
+        vmm = Vmm(backend.vmm_end)
+        guest = Guest(vmm)
+        guest.listen(ECHO)
+        guest.up()
+        try:
+            first = [pair(backend, guest) for _ in range(10)]
+            late = [backend.connect(ECHO) for _ in range(5)]
+            assert backend.statistics()["connected"] == 10
+            for client, inside in first[:5]:
+                inside.sendall(b"full, and well")
+                assert client.recv(20) == b"full, and well"
+                client.close()
+            for client in late:
+                guest.accept(ECHO)
+                assert client.recv(3) == b"OK "
+        finally:
+            guest.down()
+            vmm.close()

@@ -225,7 +225,7 @@ memory = memoryview(mmap.mmap(int(sys.argv[1]), 1 << 16))
 queue = Queue(
     Memory([Region(0, 0, memory)]), READABLE, size=8, desc=0, avail=1024, used=2048, base=0
 )
-for _ in range(400_000):
+for _ in range(150_000):
     queue.push(0, 0)
     queue._used_next = 500  # always the same, so that whoever sees another saw half of it
     queue.publish()
