@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agent_box.bus.base import Confinement, Hello
     from agent_box.process.supervision import Control, Status
 
-HELLO_S: Final = 1.0  # what a service has to answer in
+HELLO_S: Final = 2.0  # what a service has to answer in
 YOUNG_S: Final = 5.0  # the same, and the age, of one that was started just now
 STOP_S: Final = 40.0  # what the daemon has to end in; its services have 10 s each, at once
 FOLLOW_TAIL: Final = 10
@@ -304,7 +304,7 @@ def _confinement(here: link.Place, name: str) -> Confinement | str:
     try:
         client = link.connect(here, name)
         try:
-            said = client.call("confinement", Empty(), deadline_s=HELLO_S)
+            said = client.call("confinement", Empty(), deadline_s=YOUNG_S)
             assert isinstance(said, Confinement)
             return said
         finally:
