@@ -40,7 +40,7 @@ WAIT_MAX_MS: Final = 30_000
 RETRY_FIRST_S: Final = 0.5
 RETRY_LAST_S: Final = 30.0
 AGE_CHECK_MS: Final = 6 * 3600 * 1000
-VERIFY_ROWS: Final = 500  # between two of which other calls get their turn
+VERIFY_ROWS: Final = 200  # between two of which other calls get their turn
 
 NOTERS: Final[tuple[Contract, ...]] = (engine.CONTRACT, net.CONTRACT, BROKER, CHANNEL)
 

@@ -194,7 +194,11 @@ class Core:
         return [api.Problem(name=n, problem=p) for n, p in sorted(self._problems.items())]
 
     def interrupted(self) -> Plan[None]:
-        """Undoes creates that never reached the engine. Needs nobody; run it before serving."""
+        """Undoes creates that never reached the engine. Needs nobody; run it before serving.
+
+        Raises:
+            Refusal: the disk is full; `reconcile` tries again.
+        """
         for record in self._idle():
             if record.state == State.CREATING and not record.allocated:
                 yield from self._remove(record, "the registry ended before anything was allocated")
@@ -206,15 +210,19 @@ class Core:
             Refusal: the engine did not answer, or something could not be finished; run it
                 again later.
         """
+        yield from self.interrupted()
         if not self._records:
             return
         answer = yield EngineList()
         assert isinstance(answer, engine.Observations)
         there = {each.instance: each for each in answer.instances}
         failed: Refusal | None = None
-        for record in self._idle():
+        for id in [record.id for record in self._idle()]:
+            record = self._records.get(id)  # as it is now: somebody was waited for
+            if record is None or id in self.busy:
+                continue
             if State(record.state) in OBSERVABLE:
-                yield from self._settle(record, there.get(record.id))
+                yield from self._settle(record, there.get(id))
                 continue
             try:
                 yield from self._finish_removal(record)
@@ -397,7 +405,11 @@ class Core:
     def _finish_removal(self, record: Record) -> Plan[None]:
         """Creating and allocated, or deleting: the engine removes its part, the record goes
         last, after the engine has been asked once more what it holds."""
-        yield EngineDelete(record.id)
+        try:
+            yield EngineDelete(record.id)
+        except Refusal as refusal:
+            if refusal.code is not Code.NOT_FOUND:
+                raise  # and if it knows no such instance, the list must say so too
         answer = yield EngineList()
         assert isinstance(answer, engine.Observations)
         if any(each.instance == record.id for each in answer.instances):
@@ -417,6 +429,8 @@ class Core:
         if self._ids.get(record.name) == record.id:
             del self._ids[record.name]
         self.seen.pop(record.id, None)
+        for key in [key for key in self._quotas if key[1] == record.id]:
+            del self._quotas[key]
 
     def _settle(self, record: Record, there: engine.Observed | None) -> Plan[None]:
         """Takes in what the engine sees of one instance, and follows it where it differs."""

@@ -17,6 +17,7 @@ from support.until import until
 
 from agent_box.bus import keys
 from agent_box.bus.client import Client
+from agent_box.bus.doorbell import Subscriber
 from agent_box.bus.errors import Reason, Refusal
 from agent_box.registry.contract import CONTRACT, Note, Noted
 
@@ -287,6 +288,24 @@ def test_follow_goes_on_over_a_kill_of_the_registry(live: Live) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_the_doorbell_rings_for_each_event(live: Live) -> None:
+    bell = Subscriber(
+        sock=live.paths.doorbell("registry"),
+        secret=keys.load_secret(live.paths.keys("operator")),
+        server_key=keys.load_public(live.paths.public_keys, "registry"),
+    )
+    try:
+        assert bell.wait(20) is not None  # it is connected
+        seq = note(live, "engine", source="host-observed", kind="vmm-ended", facts={}).seq
+        ring = bell.wait(20)
+        while ring is not None and ring.seq < seq:
+            ring = bell.wait(20)
+        assert ring is not None and ring.epoch is not None
+        assert (ring.epoch.hex(), ring.seq) == (live.service("registry")["epoch"], seq)
+    finally:
+        bell.close()
 
 
 def test_a_registry_that_ends_does_not_wait_for_followers(live: Live) -> None:

@@ -314,6 +314,68 @@ def test_without_an_answer_everything_stays_unknown() -> None:
     assert core.count() == {"unknown": 1}
 
 
+def test_an_interrupted_create_is_undone_without_the_engine_and_later_when_the_disk_is_full() -> (
+    None
+):
+    world = World(config=CONFIG)
+    world.fail = lambda n, c: Crash() if isinstance(c, deciding.EngineList) else None
+    with pytest.raises(Crash):
+        world.play(world.core().create(create(), id=ID, now_ms=1))
+    core = world.core()
+    world.fail = lambda n, c: refuse(Reason.DISK_FULL) if isinstance(c, deciding.Commit) else None
+    assert refused(world, core.interrupted()).reason is Reason.DISK_FULL
+    assert core.unsettled()
+    world.fail = lambda n, c: None
+    world.done.clear()
+    world.play(core.reconcile())
+    assert [type(c) for c in world.done] == [deciding.Commit]
+    assert world.records == {} and not core.unsettled()
+
+
+def test_what_changes_while_the_engine_is_asked_is_not_overwritten() -> None:
+    """A removal waits for the engine; meanwhile another instance gets another policy."""
+    world = World(config=CONFIG)
+    world.fail = lambda n, c: refuse() if isinstance(c, deciding.EngineDelete) else None
+    world.after = lambda n, c: refuse() if isinstance(c, deciding.EngineCreate) else None
+    core = world.core()
+    refused(world, core.create(create("first"), id="0" * 32, now_ms=1))
+    world.fail = world.after = lambda n, c: None
+    world.play(core.create(create("second"), id=ID, now_ms=1))
+    world.holds[ID] = "running"
+    plan = core.reconcile()
+    assert isinstance(next(plan), deciding.EngineList)
+    observed = world._do(deciding.EngineList())
+    assert isinstance(plan.send(observed), deciding.EngineDelete)
+    world.play(core.policy_set(policy_set("second", allow=["a.test"]), now_ms=2))
+    world.holds.pop("0" * 32)
+    assert isinstance(plan.send(None), deciding.EngineList)
+    step = plan.send(world._do(deciding.EngineList()))
+    while True:
+        assert isinstance(step, deciding.Commit)
+        world._do(step)
+        try:
+            step = plan.send(None)
+        except StopIteration:
+            break
+    assert [row.name for row in core.rows().instances] == ["second"]
+    assert [row.state for row in core.rows().instances] == ["running"]
+    assert core.policy_show("second").generation == 2
+    assert world.core().policy_show("second").generation == 2
+
+
+def test_an_engine_that_knows_no_such_instance_has_deleted_it() -> None:
+    world = World(config=CONFIG)
+    world.fail = lambda n, c: (
+        refuse()
+        if isinstance(c, deciding.EngineCreate)
+        else refuse(Reason.NOT_FOUND)
+        if isinstance(c, deciding.EngineDelete)
+        else None
+    )
+    assert refused(world, world.core().create(create(), id=ID, now_ms=1)).exit == 10
+    assert world.records == {}
+
+
 def test_nothing_is_asked_when_there_is_nothing() -> None:
     world = World()
     core = world.core()
