@@ -142,7 +142,7 @@ class _StreamEntry:
 class _Work:
     """A call or a stream that is under way in a task."""
 
-    __slots__ = ("call", "cancellable", "flow", "id", "others", "peer", "task", "timer")
+    __slots__ = ("call", "cancellable", "flow", "id", "inner", "others", "peer", "task", "timer")
 
     def __init__(self, peer: bytes, id: int, call: Call, cancellable: bool) -> None:
         self.peer = peer
@@ -150,6 +150,7 @@ class _Work:
         self.call = call
         self.cancellable = cancellable
         self.task: asyncio.Task[None] | None = None
+        self.inner: Coroutine[Any, Any, Wire] | None = None  # what the handler has returned
         self.timer: asyncio.TimerHandle | None = None
         self.flow: _Flow | None = None
         self.others: list[tuple[bytes, int]] = []  # who else waits for this very ONCE call
@@ -595,6 +596,7 @@ class Server:
             result.close()
             raise
         work = _Work(peer, id, call, cancellable=entry.read)
+        work.inner = result
         if entry.once:
             assert call.request_id is not None
             self._once[call.caller, call.request_id] = work
@@ -696,6 +698,8 @@ class Server:
         self._count[work.call.caller] -= 1
         if work.timer is not None:
             work.timer.cancel()
+        if work.inner is not None:
+            work.inner.close()  # of a task that was cancelled before its first step
         if work.call.request_id is not None:
             self._once.pop((work.call.caller, work.call.request_id), None)
         if not self._works:

@@ -28,6 +28,7 @@ class Place:
         self.bell = self.root / "b"
         self.database = self.root / "db"
         self.die = self.root / "die"
+        self.log = self.root / "log"
         keys.make_keys(self.keys, toy.ROLES)
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -50,14 +51,16 @@ class Place:
     def spawn(self) -> subprocess.Popen[bytes]:
         """Starts the toy as a process and waits until it serves."""
         assert self.process is None or self.process.poll() is not None
-        self.process = subprocess.Popen(
-            [sys.executable, toy.__file__, self.sock, self.keys, self.database],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "AB_TOY_DIE": str(self.die)},
-        )
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, toy.__file__, self.sock, self.keys, self.database],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "AB_TOY_DIE": str(self.die)},
+            )
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == b"ready\n"
+        assert self.process.stdout.readline() == b"ready\n", self.log.read_text()
         return self.process
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:

@@ -142,6 +142,17 @@ class MemoryLog:
         return id
 
 
+class StderrLog(MemoryLog):
+    """Tells defects to whoever reads stderr."""
+
+    def error(self, event: str, *, error: BaseException | None = None, **fields: object) -> str:
+        print(event, repr(error), fields, file=sys.stderr, flush=True)
+        return os.urandom(4).hex()
+
+    def warning(self, event: str, **fields: object) -> None:
+        print(event, fields, file=sys.stderr, flush=True)
+
+
 class Toy:
     """The handlers, over one database."""
 
@@ -266,7 +277,7 @@ def make_server(
 
 async def _main(sock: Path, keys_dir: Path, database: Path) -> None:
     toy = Toy(database)
-    log = MemoryLog()
+    log = StderrLog()
     server = make_server(toy, sock, keys_dir, log)
     if "AB_TOY_DIE" in os.environ:
         # Dies in the middle of a call, once: after the commit and before the reply.
