@@ -432,9 +432,8 @@ def _name(untrusted: str) -> str:
     try:
         return rules.name(untrusted)
     except ValueError as error:
-        raise Refusal(
-            Reason.BAD_REQUEST, f"{untrusted[:80]!r} is not a credential's name: {error}"
-        ) from None
+        # It is not shown: what stands in the place of a name by mistake is often the value.
+        raise Refusal(Reason.BAD_REQUEST, f"a credential's name must be {error}") from None
 
 
 def _unknown(name: str) -> Refusal:

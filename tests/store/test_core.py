@@ -387,7 +387,7 @@ def test_a_protection_that_makes_no_sense_is_refused(request_: Protect, why: str
 def test_a_bad_name_is_a_bad_request_everywhere(name: str) -> None:
     desk = Desk()
     for verb in (desk.reveal, desk.remove, lambda n: desk.put(n, b"x")):
-        with pytest.raises(Refusal, match="is not a credential's name: 1 to 64") as refused:
+        with pytest.raises(Refusal, match="^a credential's name must be 1 to 64") as refused:
             verb(name)
         assert refused.value.reason is Reason.BAD_REQUEST
         assert refused.value.message.isprintable()
