@@ -226,6 +226,8 @@ def _service(contract: Contract, grants: policy.Policy) -> Iterator[str]:
         Network.HOST: "the host's: TCP and UDP over IPv4 and IPv6, no raw sockets",
     }[wall.network]
     rows = [("network", network)]
+    if wall.launcher:
+        rows.append(("started by", f"`{wall.launcher}`, outside of the wall"))
     for mount in profile.mounts:
         if mount.path.is_relative_to(PATHS.runtime) or mount.path.is_relative_to(PATHS.state):
             how = "reads and writes" if mount.writable else "reads"

@@ -293,6 +293,19 @@ def _contents(box: Box) -> dict[str, bytes]:
     }
 
 
+def test_when_all_of_it_is_taken_away_a_new_store_begins(box: Box) -> None:
+    """As docs/store.md says, for a key that was lost."""
+    with box.opened() as store:
+        put(store, "a", b"one")
+    box.database.unlink()
+    for path in (box.keys / "custody.json", *box.keys.glob("master-*.key")):
+        path.unlink()
+    with box.opened() as store:
+        assert store.problem is None
+        assert listed(store) == {}
+        put(store, "a", b"two")
+
+
 def test_damage_that_only_a_full_check_finds_stops_writes_and_not_reads(box: Box) -> None:
     with box.opened() as store:
         put(store, "a", b"one")
