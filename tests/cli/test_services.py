@@ -25,6 +25,8 @@ from agent_box.cli.render import Failure, Render
 from agent_box.cli.services import confined_pid
 from agent_box.process.paths import SERVICES
 
+pytestmark = pytest.mark.serial
+
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
