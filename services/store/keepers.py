@@ -11,6 +11,7 @@ way was tested here against a stand-in program only, because no such systemd was
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -90,6 +91,7 @@ def _answering(who: str) -> Iterator[Any]:
 
 
 def _keyring() -> Any:
+    _find_session_bus()
     try:
         import keyring
     except ImportError:
@@ -101,6 +103,18 @@ def _keyring() -> Any:
         kind = f"{type(backend).__module__}.{type(backend).__name__}"
         raise KeeperError(f"no OS keyring answers in this session; there is only {kind}")
     return backend
+
+
+def _find_session_bus() -> None:
+    """Where systemd puts it, for the library that knows the variable alone: a daemon that was
+    started by a timer or over ssh has none."""
+    path = os.environ.get("XDG_RUNTIME_DIR", "") + "/bus"
+    if (
+        "DBUS_SESSION_BUS_ADDRESS" not in os.environ
+        and re.fullmatch(r"/[0-9A-Za-z_/.-]+", path, re.ASCII)  # others an address would escape
+        and os.path.exists(path)
+    ):
+        os.environ["DBUS_SESSION_BUS_ADDRESS"] = f"unix:path={path}"
 
 
 @contextmanager

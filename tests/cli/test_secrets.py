@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -10,16 +11,26 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from support import cli, procs
 from support.creds import stand_in
 from support.live import Live
+from support.stores import custody
 from support.tty import Terminal
 from support.until import until
 
-from agent_box.store import rules
+from agent_box.bus.client import Client
+from agent_box.bus.errors import Reason, Refusal
+from agent_box.bus.schema import Empty, Wire
+from agent_box.cli import secrets as verbs_of_secrets
+from agent_box.cli.render import Failure, Render
+from agent_box.process.secret import Secret
+from agent_box.store import keepers, rules, seal
+from agent_box.store.contract import Protect, Put, Sealed, SealKey, Stored
 
 pytestmark = pytest.mark.serial
 
@@ -478,6 +489,116 @@ printf w | "$box" secret set kept
         assert live.run("secret", "set", "kept", stdin="x").exit == 0
     finally:
         live.close()
+
+
+# ----------------------------------------------- what happens between two calls to a store
+
+
+class Store:
+    """In the place of a client: a store that is started again before a call arrives."""
+
+    def __init__(self, restarts: int) -> None:
+        self.restarts = restarts
+        self.inbox = seal.Inbox()
+        self.calls: list[str] = []
+        self.taken: list[bytes] = []
+        self.fail: Refusal | None = None
+
+    def call(self, method: str, request: Wire) -> Wire:
+        self.calls.append(method)
+        if method == "seal_key":
+            return SealKey(key=self.inbox.public, locked=False)
+        if self.restarts:
+            self.restarts -= 1
+            self.inbox = seal.Inbox()
+        sealed = request.value if isinstance(request, Put) else getattr(request, "secret", None)
+        assert isinstance(sealed, Sealed)
+        if sealed.to != self.inbox.public:
+            raise Refusal(Reason.CONFLICT, "an earlier start", facts={"seal": "stale"})
+        if self.fail is not None:
+            raise self.fail
+        self.taken.append(self.inbox.open(sealed.box).reveal())
+        return Stored(version=1)
+
+
+def _put(store: Store) -> Wire:
+    key = SealKey(key=store.inbox.public, locked=False)
+    reply: Wire = verbs_of_secrets._sealed(
+        cast(Client, store),
+        key,
+        Secret(b"value"),
+        lambda sealed: ("put", Put(name="a", value=sealed)),
+    )
+    return reply
+
+
+def test_a_value_is_sealed_anew_for_each_start_of_the_store_in_between() -> None:
+    store = Store(restarts=3)
+    assert _put(store) == Stored(version=1)
+    assert store.taken == [b"value"]
+    assert store.calls == ["put", "seal_key"] * 3 + ["put"]
+
+
+def test_a_store_that_is_never_the_same_is_given_up() -> None:
+    store = Store(restarts=1000)
+    with pytest.raises(Refusal, match="an earlier start"):
+        _put(store)
+    assert len(store.calls) < 20
+
+
+def test_a_refusal_for_another_reason_is_not_tried_again() -> None:
+    store = Store(restarts=0)
+    store.fail = Refusal(Reason.CONFLICT, "another conflict")
+    with pytest.raises(Refusal, match="another conflict"):
+        _put(store)
+    assert store.calls == ["put"]
+
+
+@pytest.mark.parametrize("done", [True, False])
+@pytest.mark.parametrize("reply", ["lost", "told"])
+def test_of_two_keys_in_the_keyring_the_one_that_counts_stays(
+    monkeypatch: pytest.MonkeyPatch, done: bool, reply: str
+) -> None:
+    """Whether the store changed its protection is for its own file to say, not for the reply."""
+    store, ring, now = Store(restarts=0), {"00" * 16: b"old"}, "00" * 16
+
+    def call(method: str, request: Wire) -> Wire:
+        nonlocal now
+        if method == "seal_key":
+            return SealKey(key=store.inbox.public, locked=False)
+        assert isinstance(request, Protect)
+        if done:
+            now = request.key
+        if reply == "lost" or not done:
+            raise Refusal(Reason.CONNECTION_LOST, "the store went away")
+        return Empty()
+
+    monkeypatch.setattr(store, "call", call)
+    monkeypatch.setattr(keepers, "keyring_put", lambda n, k: ring.update({n: k.reveal()}))
+    monkeypatch.setattr(keepers, "keyring_get", lambda n: Secret(ring[n]))
+    monkeypatch.setattr(keepers, "keyring_forget", ring.pop)
+    monkeypatch.setattr(verbs_of_secrets, "_custody", lambda: replace(custody("keyring"), key=now))
+    out = Render("secret protect", json=False, stdout=io.StringIO(), stderr=io.StringIO())
+    if reply == "told" and done:
+        verbs_of_secrets._protect_by_keeper(out, cast(Client, store), "keyring")
+    else:
+        with pytest.raises(Refusal, match="went away"):
+            verbs_of_secrets._protect_by_keeper(out, cast(Client, store), "keyring")
+    assert list(ring) == [now]
+    assert (now == "00" * 16) == (not done)
+
+
+def test_a_keyring_that_gives_back_another_key_is_not_relied_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = Store(restarts=0)
+    monkeypatch.setattr(keepers, "keyring_put", lambda n, k: None)
+    monkeypatch.setattr(keepers, "keyring_get", lambda n: Secret(b"x" * 32))
+    monkeypatch.setattr(verbs_of_secrets, "_custody", lambda: custody("keyring"))
+    out = Render("secret protect", json=False, stdout=io.StringIO(), stderr=io.StringIO())
+    with pytest.raises(Failure, match="gave back another key"):
+        verbs_of_secrets._protect_by_keeper(out, cast(Client, store), "keyring")
+    assert store.calls == []
 
 
 # ------------------------------------------------------------------------- what goes wrong

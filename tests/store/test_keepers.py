@@ -6,6 +6,7 @@ session bus of its own. systemd-creds is a stand-in here: see `keepers`.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -175,6 +176,23 @@ def test_a_keyring_that_hangs_is_given_up(ring: Ring, monkeypatch: pytest.Monkey
     monkeypatch.setattr(ring, "get_password", lambda *_: threading.Event().wait(60))
     with pytest.raises(KeeperError, match="did not answer within 1 s"):
         keepers.keyring_get("ab" * 16)
+
+
+@pytest.mark.parametrize("given", ["", "unix:path=/elsewhere"])
+def test_the_session_bus_is_found_where_systemd_puts_it(
+    ring: Ring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("DBUS_SESSION_BUS_ADDRESS", given)
+    if not given:
+        monkeypatch.delenv("DBUS_SESSION_BUS_ADDRESS")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    keepers.keyring_put("ab" * 16, Secret(KEY))
+    assert os.environ.get("DBUS_SESSION_BUS_ADDRESS", "") == given
+    (tmp_path / "bus").touch()
+    keepers.keyring_put("ab" * 16, Secret(KEY))
+    expected = given or f"unix:path={tmp_path}/bus"
+    assert os.environ["DBUS_SESSION_BUS_ADDRESS"] == expected
+    monkeypatch.setenv("DBUS_SESSION_BUS_ADDRESS", expected)  # taken back after the test
 
 
 def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
