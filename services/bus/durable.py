@@ -74,7 +74,7 @@ class Durable:
         """Commits what is executed within, wholly and durably, or nothing of it.
 
         Raises:
-            Refusal: the disk is full (`DISK_FULL`), cannot be written, or the file is
+            Refusal: the disk is full (`DISK_FULL`), cannot be written (`EXHAUSTED`), or the file is
                 damaged; nothing has changed.
         """
         if self.damage is not None:
@@ -174,7 +174,7 @@ def refusal(path: Path, error: sqlite3.Error | OSError) -> Refusal:
             Reason.EXHAUSTED, f"the disk of {where} cannot be written; nothing has changed"
         )
     if code & 0xFF in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
-        return Refusal(Reason.WRONG_STATE, f"{path} is read-only; nothing has changed")
+        return Refusal(Reason.EXHAUSTED, f"{path} is read-only; nothing has changed")
     return Refusal(Reason.TAMPERED, str(damaged(path, error)))
 
 
@@ -183,7 +183,7 @@ def os_refusal(where: Path, error: OSError) -> Refusal:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Refusal(Reason.DISK_FULL, f"the disk of {where} is full; nothing has changed")
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return Refusal(Reason.WRONG_STATE, f"{where} is read-only; nothing has changed")
+        return Refusal(Reason.EXHAUSTED, f"{where} is read-only; nothing has changed")
     return Refusal(
         Reason.EXHAUSTED, f"{where} cannot be written ({error.strerror}); nothing has changed"
     )

@@ -128,8 +128,8 @@ def test_one_of_something_else(path: Path, application_id: int, version: int, wo
     [
         (errno.ENOSPC, Reason.DISK_FULL),
         (errno.EDQUOT, Reason.DISK_FULL),
-        (errno.EROFS, Reason.WRONG_STATE),
-        (errno.EACCES, Reason.WRONG_STATE),
+        (errno.EROFS, Reason.EXHAUSTED),
+        (errno.EACCES, Reason.EXHAUSTED),
         (errno.EIO, Reason.EXHAUSTED),
     ],
 )
