@@ -6,7 +6,7 @@ What the service then does to itself is in `inside`.
 
 The service gets a mount namespace with nothing in it but what is listed here, its own user,
 PID, IPC, UTS and cgroup namespaces, no capabilities, and an empty network namespace unless
-its contract says otherwise. bubblewrap stays its parent, as a process of 1 MB that passes
+its contract says otherwise. bubblewrap stays its parent, as a process of 0.2 MB that passes
 on its exit status; the service itself is PID 1 of its namespace, so when it ends all ends.
 
 `--new-session` is not used: the supervisor's SIGTERM to the process group must reach the
