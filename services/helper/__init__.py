@@ -1,0 +1,1 @@
+"""Allocates and starts machines for the engine: fixed operations, standard library only."""

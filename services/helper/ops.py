@@ -1,0 +1,568 @@
+"""The operations. Each is safe to be asked again, and to be cut off by a kill at any point:
+what is then left is shown by `list`, and removed by `release`.
+
+Calls for one instance wait for each other; for different ones they do not.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+from agent_box.helper import capped, contract, disk, link, places, procs, record, shim, wire
+from agent_box.helper.images import Images
+from agent_box.helper.places import Places
+from agent_box.helper.probe import Probe
+from agent_box.helper.record import Record
+from agent_box.helper.wire import Refused
+
+Args = dict[str, Any]
+LAUNCH_S: Final = 55.0
+KILL_S: Final = 5.0  # for the shim to do it; then we do
+DEAD_S: Final = 10.0
+SETTLE_S: Final = 5.0  # for a shim that is ending
+PAGE: Final = 64
+_NEVER: Final = 1 << 63
+
+
+class Mode(NamedTuple):
+    """What differs between the helper of an operator and that of a host.
+
+    Attributes:
+        name: ``user`` or ``system``.
+        uids: given to instances, one each; None when they have ours.
+        peers: the accounts that may connect.
+    """
+
+    name: str
+    uids: range | None
+    peers: frozenset[int]
+
+
+def user_mode() -> Mode:
+    return Mode("user", None, frozenset({os.geteuid()}))
+
+
+class Done(NamedTuple):
+    reply: dict[str, Any]
+    fds: tuple[int, ...] = ()  # whoever sends them closes them
+
+
+class _Turns:
+    """Of those who want the same instance."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.wanted = 0
+
+
+class Ops:
+    """Every operation of the contract, on open directories.
+
+    Args:
+        log: takes one line for people.
+        reap: told of each child that was started and lives on.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        found: Places,
+        *,
+        log: Callable[[str], object],
+        reap: Callable[[subprocess.Popen[bytes]], object],
+    ) -> None:
+        self._mode = mode
+        self._places = found
+        self._images = Images(found)
+        self._images_lock = threading.Lock()
+        self._probe = Probe(mode.name, found)
+        self._log = log
+        self._reap = reap
+        self._locks: dict[str, _Turns] = {}
+        self._locks_lock = threading.Lock()
+        self.table: dict[str, Callable[[Args], Done]] = {
+            "probe": self.probe,
+            "allocate": self.allocate,
+            "launch": self.launch,
+            "dial": self.dial,
+            "monitor": self.monitor,
+            "watch": self.watch,
+            "console": self.console,
+            "kill": self.kill,
+            "list": self.list_,
+            "release": self.release,
+        }
+        assert self.table.keys() == wire.OPS.keys()
+
+    # ------------------------------------------------------------------ operations
+
+    def probe(self, _args: Args) -> Done:
+        return Done(self._probe.run())
+
+    def allocate(self, args: Args) -> Done:
+        name, size = args["id"], args["disk_bytes"]
+        with self._alone(name):
+            try:
+                os.close(places.make(self._places.instances, name))
+            except OSError as error:
+                raise _host(error, "the instance's directory cannot be made") from error
+            with self._places.instance(name) as directory:
+                there = disk.size(directory)
+                if there is not None and there != size:
+                    raise Refused("conflict", f"its data disk has {there} bytes, not {size}")
+                if there is None:
+                    try:
+                        disk.make(directory, size)
+                    except Refused:
+                        # Nothing else lies there that was not an earlier try's.
+                        if not self._anything(name):
+                            places.remove(self._places.instances, name)
+                        raise
+            return Done(self._state(name))
+
+    def launch(self, args: Args) -> Done:
+        name, launch_id, profile = args["id"], args["launch_id"], args["profile"]
+        with self._alone(name), self._directories(name) as (directory, room):
+            before = self._settled(name, directory, room)
+            if before is not None and before.launch_id == launch_id:
+                if before.state == "failed":
+                    raise Refused("launch_failed", before.error or "")
+                return Done(self._state(name))
+            if before is not None and before.state in ("starting", "running"):
+                raise Refused("conflict", f"launch {before.launch_id} is {before.state}")
+            size = disk.size(directory)
+            if size is None:
+                raise Refused("precondition", "the instance has no data disk: partial")
+            lock = self._lock(directory)
+            if lock is None:
+                raise Refused("unavailable", "its last shim has not ended yet")
+            try:
+                order = {
+                    "profile": profile,
+                    "images": self._image_paths(profile),
+                    "disk_bytes": size,
+                    "tsc_khz": self._probe.tsc_khz() if profile["accel"] == "tcg" else None,
+                }
+                self._start_shim(name, launch_id, lock, directory, room, order)
+            finally:
+                os.close(lock)
+            return Done(self._state(name))
+
+    def dial(self, args: Args) -> Done:
+        return Done({}, (self._connect(args, shim.VSOCK).detach(),))
+
+    def monitor(self, args: Args) -> Done:
+        return Done({}, (self._connect(args, shim.QMP).detach(),))
+
+    def watch(self, args: Args) -> Done:
+        with self._connect(args, shim.CTL, kind=socket.SOCK_SEQPACKET) as ctl:
+            reader, writer = os.pipe()
+            try:
+                ctl.settimeout(contract_deadline("watch") / 2)
+                link.send(ctl, b"watch", (writer,))
+                word, _ = link.receive(ctl)
+                if word != b"ok":
+                    raise Refused("unavailable", "its shim ends")
+            except (OSError, wire.WireError) as error:
+                os.close(reader)
+                raise Refused("unavailable", "its shim does not answer") from error
+            except Refused:
+                os.close(reader)
+                raise
+            finally:
+                os.close(writer)
+        return Done(self._state(args["id"]), (reader,))
+
+    def console(self, args: Args) -> Done:
+        with self._directories(args["id"], rooms=False) as (directory, room):
+            found = record.read(fd for fd in (directory, room) if fd >= 0)
+            start, end, data = capped.read(
+                directory, capped.CONSOLE, args["offset"], contract.CONSOLE_BYTES
+            )
+        return Done(
+            {
+                "launch_id": None if found is None else found.launch_id,
+                "offset": start,
+                "end": end,
+                "data": base64.b64encode(data).decode(),
+            }
+        )
+
+    def kill(self, args: Args) -> Done:
+        name = args["id"]
+        with (
+            self._alone(name),
+            self._directories(name, rooms=False, missing_ok=True) as (directory, room),
+        ):
+            if directory < 0 and room < 0:
+                raise Refused("not_found", name)
+            found = record.read(fd for fd in (directory, room) if fd >= 0)
+            if found is None or found.launch_id != args["launch_id"]:
+                raise Refused("conflict", _which(found))
+            if found.state in ("starting", "running"):
+                self._ask_to_kill(found, room)
+                self._end(directory, room, by="kill")
+            return Done(self._state(name))
+
+    def list_(self, args: Args) -> Done:
+        after = args["after"] or ""
+        names = [name for name in self._places.ids() if name > after]
+        states = [self._state(name) for name in names[:PAGE]]
+        return Done({"instances": states, "more": len(names) > PAGE})
+
+    def release(self, args: Args) -> Done:
+        name = args["id"]
+        with self._alone(name):
+            with self._directories(name, rooms=False, missing_ok=True) as (directory, room):
+                self._refuse_living(directory, room)
+            try:
+                gone = [places.remove(fd, name) for fd in self._places.roles.values()]
+                gone.append(
+                    places.remove(
+                        self._places.instances, name, frozenset({places.LOCK, record.FILE})
+                    )
+                )
+            except OSError as error:
+                raise _host(error, f"{error.filename or name} cannot be removed") from error
+            if not all(gone) or self._anything(name, rooms_only=False):
+                raise Refused("host", "something was made anew while it was removed")
+        return Done({})
+
+    # ------------------------------------------------------------------ at the start
+
+    def recover(self) -> None:
+        """Finds again what runs, and gives a new shim to each machine that has none."""
+        for name in self._places.ids():
+            try:
+                with self._alone(name), self._directories(name, missing_ok=True) as (d, room):
+                    if d >= 0:
+                        self._settled(name, d, room)
+            except (Refused, OSError) as error:
+                self._log(f"{name}: {error}")
+
+    # ------------------------------------------------------------------ parts
+
+    def _refuse_living(self, directory: int, room: int) -> None:
+        """A machine that runs is not released; what a crash left of one is ended first."""
+        held = [fd for fd in (directory, room) if fd >= 0]
+        found = record.read(held)
+        if found is not None and found.state == "running" and found.lives("vmm"):
+            raise Refused("precondition", "its machine is running")
+        if directory < 0:
+            if found is not None and not procs.end(found.living(), DEAD_S):
+                raise Refused("unavailable", "a process of it does not end")
+            return
+        lock = self._lock(directory, SETTLE_S)
+        if lock is None:
+            raise Refused("unavailable", "its shim has not ended yet")
+        try:
+            found = record.read(held)
+            if found is not None and not procs.end(found.living(), DEAD_S):
+                raise Refused("unavailable", "a process of it does not end")
+        finally:
+            os.close(lock)
+
+    def _settled(self, name: str, directory: int, room: int) -> Record | None:
+        """What was written down, made true: a launch whose shim is gone is finished, or the
+        machine gets a new shim. With a shim that lives nothing is done."""
+        found = record.read((directory, room))
+        if found is None or found.state not in ("starting", "running"):
+            return found
+        lock = self._lock(directory)
+        if lock is None:
+            return found
+        try:
+            found = record.read((directory, room))
+            assert found is not None
+            if found.state == "running" and found.lives("vmm"):
+                self._log(f"{name}: its shim is gone, another takes over")
+                order: Args = {"profile": None, "images": [], "disk_bytes": 0, "tsc_khz": None}
+                self._start_shim(name, found.launch_id, lock, directory, room, order)
+            elif found.state in ("starting", "running"):
+                self._conclude(found, (directory, room), None)
+        finally:
+            os.close(lock)
+        return record.read((directory, room))
+
+    def _conclude(self, found: Record, directories: tuple[int, ...], by: str | None) -> Record:
+        """Ends all that lives of a launch without a shim, and writes down that it is over.
+
+        Raises:
+            Refused: a process does not end.
+        """
+        same_host = found.boot_id == procs.boot_id()
+        if not procs.end(found.living(), DEAD_S):
+            raise Refused("unavailable", "a process of it does not end")
+        if found.state == "starting":
+            over = found.change(state="failed", error="it was interrupted while it started")
+        else:
+            exit_by = by or ("vmm" if same_host else "host")
+            at_ms = time.time_ns() // 1_000_000
+            ended = {"code": None, "signal": None, "by": exit_by, "at_ms": at_ms}
+            over = found.change(state="exited", exit=ended)
+        for problem in record.write((fd for fd in directories if fd >= 0), over):
+            self._log(f"the end of {found.launch_id} cannot be written: {problem.strerror}")
+        return over
+
+    def _ask_to_kill(self, found: Record, room: int) -> None:
+        """Lets the shim do it, so that it knows why; it need not answer."""
+        if room < 0 or not found.lives("shim"):
+            return
+        try:
+            with link.connect(room, shim.CTL, socket.SOCK_SEQPACKET) as ctl:
+                ctl.settimeout(KILL_S)
+                link.send(ctl, b"kill")
+                ctl.recv(1)  # its end is the answer
+        except OSError:
+            pass  # then we do it ourselves
+
+    def _end(self, directory: int, room: int, *, by: str) -> None:
+        """Whatever is left of a launch is ended, the shim too, if it is stuck.
+
+        Raises:
+            Refused: a process does not end.
+        """
+        if directory < 0:  # somebody removed it: then there is no lock, but a shim that knows
+            found = record.read((room,))
+            if found is not None and not procs.end(found.living(), DEAD_S):
+                raise Refused("unavailable", "a process of it does not end")
+            return
+        lock = self._lock(directory, SETTLE_S)
+        if lock is None:
+            found = record.read(fd for fd in (directory, room) if fd >= 0)
+            if found is None or not procs.end([found.procs.get("shim")], DEAD_S):
+                raise Refused("unavailable", "its shim does not end")
+            lock = self._lock(directory, SETTLE_S)
+            if lock is None:
+                raise Refused("unavailable", "its directory is held by an unknown process")
+        try:
+            held = tuple(fd for fd in (directory, room) if fd >= 0)
+            found = record.read(held)
+            if found is not None and found.state in ("starting", "running"):
+                self._conclude(found, held, by)
+            elif found is not None and not procs.end(found.living(), DEAD_S):
+                raise Refused("unavailable", "a process of it does not end")
+        finally:
+            os.close(lock)
+
+    def _start_shim(
+        self,
+        name: str,
+        launch_id: str,
+        lock: int,
+        directory: int,
+        room: int,
+        order: dict[str, Any],
+    ) -> None:
+        """Starts it and waits for its word.
+
+        Raises:
+            Refused: launch_failed, with why.
+        """
+        reader, writer = os.pipe()
+        try:
+            full = order | {
+                "v": 1, "adopt": order["profile"] is None, "id": name, "launch_id": launch_id,
+                "lock": lock, "note": writer, "instance": directory, "room": room,
+            }  # fmt: skip
+            child = subprocess.Popen(
+                [sys.executable, "-I", "-B", "-m", "agent_box.helper.shim"],
+                stdin=subprocess.PIPE,
+                pass_fds=(lock, writer, directory, room),
+                env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"},
+                cwd="/",
+                start_new_session=True,
+            )
+        finally:
+            os.close(writer)
+        assert child.stdin is not None
+        with open(reader, "rb", buffering=0) as note:
+            try:
+                with child.stdin as pipe:
+                    pipe.write(json.dumps(full).encode())
+            except BrokenPipeError:
+                pass  # it is gone; it tells nothing
+            said = _line(note, LAUNCH_S)
+        if said == b"":
+            child.kill()
+            child.wait()
+            raise Refused("launch_failed", "its shim ended at once; the helper's log has why")
+        told = json.loads(said)
+        if told["ok"]:
+            self._reap(child)
+            return
+        child.wait()
+        raise Refused("launch_failed", told["error"])
+
+    def _image_paths(self, profile: dict[str, Any]) -> list[dict[str, str]]:
+        found = []
+        with self._images_lock:
+            for part in ("kernel", "initramfs", "variant", "guest", "harness"):
+                if profile[part] is not None:
+                    found.append({"name": part, "path": self._images.path(profile[part])})
+        return found
+
+    def _connect(self, args: Args, name: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
+        with self._directories(args["id"], rooms=False) as (directory, room):
+            found = record.read(fd for fd in (directory, room) if fd >= 0)
+            if found is None or found.launch_id != args["launch_id"]:
+                raise Refused("conflict", _which(found))
+            if found.state != "running":
+                raise Refused("precondition", f"the launch is {found.state}")
+            if room < 0:
+                raise Refused("unavailable", "the machine has no such socket")
+            try:
+                return link.connect(room, name, kind)
+            except OSError as error:
+                why = "the machine has no such socket" if error.errno != errno.EAGAIN else "full"
+                raise Refused("unavailable", why) from error
+
+    def _state(self, name: str) -> dict[str, Any]:
+        """As `contract.STATE`. Asks no process anything."""
+        directories: list[int] = []
+        size = None
+        try:
+            with contextlib.suppress(FileNotFoundError), self._places.instance(name) as directory:
+                size = disk.size(directory)
+                directories.append(os.dup(directory))
+            with contextlib.suppress(FileNotFoundError), self._places.room("shim", name) as room:
+                directories.append(os.dup(room))
+            found = record.read(directories)
+        finally:
+            link.close(directories)
+        state: dict[str, Any] = {
+            "id": name, "state": "allocated" if size is not None else "partial",
+            "launch_id": None, "disk_bytes": size, "vmm": None, "shim": False, "device": False,
+            "worker": False, "restarts": 0, "exit": None, "error": None,
+        }  # fmt: skip
+        if found is None:
+            return state
+        state |= {
+            "launch_id": found.launch_id, "state": found.state, "restarts": found.restarts,
+            "exit": found.exit, "error": found.error, "shim": found.lives("shim"),
+            "device": found.lives("device"), "worker": found.lives("worker"),
+        }  # fmt: skip
+        vmm = found.procs.get("vmm")
+        if found.lives("vmm") and vmm is not None:
+            state["vmm"] = vmm._asdict()
+        if found.state == "running" and state["vmm"] is None and not state["shim"]:
+            by = "vmm" if found.boot_id == procs.boot_id() else "host"
+            state["state"] = "exited"
+            state["exit"] = {"code": None, "signal": None, "by": by, "at_ms": 0}
+        if found.state == "starting" and not state["shim"]:
+            state["state"] = "failed"
+            state["error"] = "it was interrupted while it started"
+        if size is None and state["vmm"] is None and not state["shim"]:
+            state["state"] = "partial"
+        return state
+
+    def _anything(self, name: str, *, rooms_only: bool = True) -> bool:
+        """Whether something is there beside an instance's own directory, or that too."""
+        directories = list(self._places.roles.values())
+        if not rooms_only:
+            directories.append(self._places.instances)
+        return not all(places.absent(fd, name) for fd in directories)
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        with self._locks_lock:
+            turns = self._locks.setdefault(name, _Turns())
+            turns.wanted += 1
+        try:
+            with turns.lock:
+                yield
+        finally:
+            with self._locks_lock:
+                turns.wanted -= 1
+                if not turns.wanted:
+                    del self._locks[name]
+
+    @contextlib.contextmanager
+    def _directories(
+        self, name: str, *, rooms: bool = True, missing_ok: bool = False
+    ) -> Iterator[tuple[int, int]]:
+        """The instance's directory, and the room of its sockets; -1 for one that is missing.
+
+        Args:
+            rooms: make the rooms that are missing, as after a restart of the host.
+            missing_ok: the instance's directory may be missing.
+
+        Raises:
+            Refused: not_found.
+        """
+        directory = room = -1
+        try:
+            try:
+                with self._places.instance(name) as fd:
+                    directory = os.dup(fd)
+            except FileNotFoundError:
+                if not missing_ok:
+                    raise Refused("not_found", name) from None
+            if rooms and directory >= 0:
+                for role in self._places.roles.values():
+                    os.close(places.make(role, name))
+            with contextlib.suppress(FileNotFoundError), self._places.room("shim", name) as fd:
+                room = os.dup(fd)
+            yield directory, room
+        finally:
+            link.close(fd for fd in (directory, room) if fd >= 0)
+
+    def _lock(self, directory: int, seconds: float = 0.0) -> int | None:
+        """The lock of an instance, which a shim holds all its life; None while it does."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(places.LOCK, flags, 0o600, dir_fd=directory)
+        except OSError as error:
+            raise _host(error, "the instance's directory cannot be written") from error
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fd
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    os.close(fd)
+                    return None
+            select.select([], [], [], 0.005)
+
+
+def contract_deadline(name: str) -> int:
+    return wire.OPS[name].deadline_s
+
+
+def _line(note: Any, seconds: float) -> bytes:
+    """One line from a pipe; empty when it ended or the time is up."""
+    deadline = time.monotonic() + seconds
+    said = b""
+    while not said.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([note], [], [], left)[0]:
+            return b""
+        more = note.read(contract.MESSAGE_BYTES)
+        if not more:
+            return b""
+        said += more
+    return said
+
+
+def _which(found: Record | None) -> str:
+    return "it was never launched" if found is None else f"its last launch is {found.launch_id}"
+
+
+def _host(error: OSError, what: str) -> Refused:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Refused("exhausted", "the host's disk is full")
+    return Refused("host", f"{what}: {error.strerror}")

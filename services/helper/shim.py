@@ -1,0 +1,566 @@
+"""`python -I -m agent_box.helper.shim`: one per running machine, which outlives the helper.
+
+It is given on standard input one JSON object (`Order`), and descriptors that the object names.
+It makes the machine's sockets, starts the vsock device and then QEMU, each in its jail, writes
+down each process before it lets it go on, and says once on the note pipe how that went. Then it
+copies the console into a log of limited size, ends the machine when its device ends, records
+how the machine ended, and ends itself when all is gone. It holds the lock of the instance's
+directory as long as it lives.
+
+On `ctl` in the machine's room, a directory that only the helper reaches, it takes two words:
+`kill`, and `watch`, which comes with the writing end of a pipe.
+
+Signals that would end it are ignored. When it is killed nevertheless, the machine runs on, and
+the helper starts another one that adopts it, for which only the console and the exit code are
+lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from agent_box.helper import (
+    bpf,
+    capped,
+    contract,
+    jail,
+    link,
+    machine,
+    places,
+    procs,
+    record,
+    wire,
+)
+from agent_box.helper.jail import Jail
+from agent_box.helper.procs import Proc
+from agent_box.helper.record import Record
+
+DEVICE_MODULE: Final = "agent_box.engine.vsock.__main__"
+VSOCK: Final = "vsock"
+QMP: Final = "qmp"
+CTL: Final = "ctl"
+VSOCK_BACKLOG: Final = 4096  # the kernel takes less, if somaxconn says so
+READY_S: Final = 25.0  # for each process, from its start until it says that it serves
+LAST_S: Final = 3.0  # for what ends by itself after the machine
+DEAD_S: Final = 10.0  # for what was killed
+CHUNK: Final = 65536
+WORD_BYTES: Final = 32
+_ORDER: Final = contract.Struct(
+    (
+        ("v", contract.Int(1, 1)),
+        ("adopt", contract.Bool()),
+        ("id", contract.ID),
+        ("launch_id", contract.LAUNCH),
+        ("profile", contract.Maybe(contract.PROFILE)),  # null with adopt
+        ("images", contract.Many(contract.Struct(
+            (("name", contract.Text(20)), ("path", contract.Text(4096)))), 5)),
+        ("disk_bytes", contract.Int(0, contract.MAX_DISK)),
+        ("tsc_khz", contract.Maybe(contract.Int(1, 1 << 40))),
+        ("lock", contract.Int(3, 1 << 20)),
+        ("note", contract.Int(3, 1 << 20)),
+        ("instance", contract.Int(3, 1 << 20)),  # open directories
+        ("room", contract.Int(3, 1 << 20)),
+    )
+)  # fmt: skip
+
+
+class LaunchError(Exception):
+    """A process of the machine did not come up. One line for a person."""
+
+
+class Started(NamedTuple):
+    """A process in its jail, not yet let go.
+
+    Attributes:
+        outer: bubblewrap, our child, which tells how `inner` ended.
+        inner: the program itself.
+        status: what bubblewrap says of it, a pipe.
+        gate: a line here lets it go on.
+    """
+
+    name: str
+    outer: Proc
+    inner: Proc
+    status: int
+    gate: int
+
+
+class Shim:
+    """One machine. Nothing here waits for a peer without a bound but the main loop."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._order = order
+        self._note: int | None = order["note"]
+        self._directories = (order["instance"], order["room"])
+        self._record = Record(order["launch_id"], "starting", procs.boot_id())
+        self._poll = select.poll()
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._started: dict[str, Started] = {}
+        self._handles: dict[str, int] = {}
+        self._watchers: list[int] = []
+        self._killed_by: str | None = None
+        self._messages: capped.Writer | None = None
+        self._console: capped.Writer | None = None
+        self._ctl: socket.socket | None = None
+        self._starting = not order["adopt"]
+
+    # ------------------------------------------------------------------ starting
+
+    def launch(self) -> None:
+        """Starts everything.
+
+        Raises:
+            LaunchError: something did not start; all that did is dead.
+        """
+        order, profile = self._order, self._order["profile"]
+        self._messages = capped.Writer(order["instance"], capped.MESSAGES)
+        self._console = capped.Writer(order["instance"], capped.CONSOLE)
+        self._set(procs={"shim": procs.find(os.getpid())})
+        room = order["room"]
+        vsock = link.listen(room, VSOCK, socket.SOCK_STREAM, VSOCK_BACKLOG)
+        qmp = link.listen(room, QMP, socket.SOCK_STREAM, 1)
+        self._listen()
+        device_end, vmm_end = socket.socketpair()
+        console, console_end = socket.socketpair()
+        ready, ready_end = os.pipe()
+        device = self._start(
+            "device",
+            jail.device(profile["memory_mib"]),
+            jail.python(
+                DEVICE_MODULE,
+                *("--vhost-fd", str(jail.FIRST_FD), "--listen-fd", str(jail.FIRST_FD + 1)),
+                *("--ready-fd", str(jail.FIRST_FD + 2), "--cid", str(machine.CID)),
+            ),
+            (device_end.fileno(), vsock.fileno(), ready_end),
+        )
+        os.close(ready_end)
+        device_end.close()
+        vsock.close()
+        self._go(device)
+        self._until_said(ready, device)
+        os.close(ready)
+
+        flags = os.O_NOFOLLOW | os.O_CLOEXEC
+        data = os.open(places.DATA, os.O_RDWR | flags, dir_fd=order["instance"])
+        data_read = os.open(places.DATA, os.O_RDONLY | flags, dir_fd=order["instance"])
+        qemu = machine.program()
+        if qemu is None:
+            raise LaunchError("qemu-system-x86_64 is missing: install qemu-system-x86")
+        vmm = self._start(
+            "vmm",
+            jail.vmm(
+                [(image["name"], image["path"]) for image in order["images"]],
+                kvm=profile["accel"] == "kvm",
+                memory_mib=profile["memory_mib"],
+                disk=order["disk_bytes"],
+            ),
+            machine.command(qemu, profile, order["tsc_khz"]),
+            (vmm_end.fileno(), qmp.fileno(), console_end.fileno(), data, data_read),
+        )
+        os.close(data)
+        os.close(data_read)
+        for end in (vmm_end, qmp, console_end):
+            end.close()
+        self._listen_to(console.detach(), self._console)
+        monitor = link.connect(room, QMP, socket.SOCK_STREAM)
+        self._go(vmm)
+        # Its greeting says that the machine is made. Nobody looks at what it says.
+        self._until_said(monitor.fileno(), vmm)
+        monitor.close()
+        self._starting = False
+        self._set(state="running")
+
+    def adopt(self) -> None:
+        """Takes over what another shim left.
+
+        Raises:
+            LaunchError: there is nothing to be taken over.
+        """
+        found = record.read(self._directories)
+        if found is None or found.launch_id != self._order["launch_id"]:
+            raise LaunchError("there is no such launch")
+        if found.state not in ("starting", "running"):
+            raise LaunchError(f"the launch is {found.state}")
+        self._record = found
+        if found.state == "starting" or not found.lives("vmm"):
+            raise LaunchError("its machine does not run")
+        self._listen()
+        self._set(procs={**found.procs, "shim": procs.find(os.getpid())})
+        for name in ("device", "vmm"):
+            proc = self._record.procs.get(name)
+            fd = None if proc is None else procs.handle(proc)
+            if fd is not None:
+                self._handles[name] = fd
+
+    def _start(self, name: str, wanted: Jail, argv: Sequence[str], given: Sequence[int]) -> Started:
+        """A process at its gate, written down, within its limits.
+
+        Raises:
+            LaunchError: its jail cannot be built.
+        """
+        try:
+            program = wanted.filter()
+        except bpf.FilterError as error:
+            raise LaunchError(str(error)) from error
+        filter_fd = os.memfd_create("filter", os.MFD_CLOEXEC)
+        os.write(filter_fd, program)
+        os.lseek(filter_fd, 0, os.SEEK_SET)
+        status, status_end = os.pipe()
+        gate_end, gate = os.pipe()
+        words, words_end = os.pipe()
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            pid = procs.spawn(
+                jail.command(wanted, argv),
+                (null, words_end, words_end, filter_fd, status_end, gate_end, *given),
+            )
+        finally:
+            link.close((filter_fd, status_end, gate_end, words_end, null))
+        outer = procs.find(pid)
+        self._set(procs={**self._record.procs, f"{name}_jail": outer})
+        assert self._messages is not None
+        self._listen_to(words, self._messages)
+        inner = self._inner(name, pid, status)
+        if outer is None:
+            raise LaunchError(f"the jail of the {name} ended at once{self._last_words()}")
+        started = Started(name, outer, inner, status, gate)
+        jail.limit(inner.pid, wanted)
+        self._set(procs={**self._record.procs, name: inner})
+        self._started[name] = started
+        handle = procs.handle(inner)
+        if handle is None:
+            raise LaunchError(f"the {name} ended at its gate{self._last_words()}")
+        self._handles[name] = handle
+        return started
+
+    def _inner(self, name: str, outer: int, status: int) -> Proc:
+        """The process in the jail, as bubblewrap tells it on its status pipe."""
+        said = b""
+        deadline = time.monotonic() + READY_S
+        while b"}" not in said:
+            self._turn(deadline, status)
+            more = os.read(status, CHUNK)
+            if not more:
+                raise LaunchError(f"the jail of the {name} cannot be built{self._last_words()}")
+            said += more
+            if time.monotonic() > deadline or len(said) > CHUNK:
+                raise LaunchError(f"the jail of the {name} is not there in time")
+        untrusted = json.loads(said.split(b"\n")[0])
+        found = procs.find(int(untrusted["child-pid"]))
+        if found is None:
+            raise LaunchError(f"the {name} ended at its gate{self._last_words()}")
+        return found
+
+    def _go(self, started: Started) -> None:
+        try:
+            os.write(started.gate, jail.GO)
+        except BrokenPipeError:
+            pass  # whoever waits for its word will see that it ended
+        os.close(started.gate)
+
+    def _until_said(self, fd: int, started: Started) -> None:
+        """Until a first byte comes, meanwhile doing all else.
+
+        Raises:
+            LaunchError: the process ended, or says nothing.
+        """
+        deadline = time.monotonic() + READY_S
+        while True:
+            ready = self._turn(deadline, fd, self._handles[started.name])
+            if fd in ready and os.read(fd, CHUNK):
+                return
+            if ready:
+                self._drain()
+                raise LaunchError(f"the {started.name} ended at once{self._last_words()}")
+            if time.monotonic() > deadline:
+                raise LaunchError(f"the {started.name} is not ready in {READY_S:.0f} s")
+
+    def _last_words(self) -> str:
+        self._drain()
+        _, end, _ = capped.read(self._order["instance"], capped.MESSAGES, 0, 0)
+        _, _, data = capped.read(self._order["instance"], capped.MESSAGES, max(0, end - 600), 600)
+        said = wire.line(data.decode(errors="replace"), 600)
+        return f": {said}" if said else ""
+
+    # ------------------------------------------------------------------ living
+
+    def live(self) -> None:
+        """Until the machine is gone and recorded."""
+        vmm, device = self._handles.get("vmm"), self._handles.get("device")
+        if device is None:
+            self._kill("device-died")
+        while vmm is not None:
+            waited = (vmm,) if device is None else (vmm, device)
+            ready = self._turn(None, *waited)
+            if vmm in ready:
+                break
+            if device in ready:
+                device = None
+                self._kill("device-died")
+        self._finish()
+
+    def _kill(self, by: str) -> None:
+        if self._killed_by is None:
+            self._killed_by = by
+        if "vmm" in self._handles:
+            procs.send_signal(self._handles["vmm"], signal.SIGKILL)
+
+    def _finish(self) -> None:
+        """The machine is dead: everything else ends too, and it is written down."""
+        rest = [fd for name, fd in self._handles.items() if name != "vmm"]
+        if not self._pump(rest, LAST_S):
+            for fd in rest:
+                procs.send_signal(fd, signal.SIGKILL)
+            self._pump(rest, DEAD_S)
+        code, number = self._status()
+        if self._killed_by is not None:
+            by = self._killed_by
+        else:
+            by = "guest" if code == 0 else "vmm"
+        self._drain()
+        self._end_jails()
+        at_ms = time.time_ns() // 1_000_000
+        ended = {"code": code, "signal": number, "by": by, "at_ms": at_ms}
+        self._set(state="exited", exit=ended)
+
+    def _status(self) -> tuple[int | None, int | None]:
+        """Exit code or signal of the machine; None twice when nobody saw."""
+        started = self._started.get("vmm")
+        if started is None:
+            return None, None
+        said = b""
+        deadline = time.monotonic() + LAST_S
+        while b"exit-code" not in said:
+            if started.status not in self._turn(deadline, started.status):
+                return self._adopted_status()  # bubblewrap was stopped
+            more = os.read(started.status, CHUNK)
+            if not more:
+                return self._adopted_status()  # bubblewrap was killed
+            said += more
+        for text in said.split(b"\n"):
+            if b"exit-code" in text:
+                status = int(json.loads(text)["exit-code"])
+                return (None, status - 128) if status > 128 else (status, None)
+        return None, None
+
+    def _adopted_status(self) -> tuple[int | None, int | None]:
+        """Without bubblewrap between us, the machine is our own child to wait for."""
+        try:
+            found = os.waitid(os.P_PIDFD, self._handles["vmm"], os.WEXITED | os.WNOHANG)
+        except ChildProcessError:
+            return None, None
+        if found is None:
+            return None, None
+        if found.si_code == os.CLD_EXITED:
+            return found.si_status, None
+        return None, found.si_status
+
+    def abandon(self, why: str) -> None:
+        """The launch failed: all that was started is killed, and that is written down."""
+        self._drain()
+        names = [name for name in record.NAMES if name != "shim"]
+        procs.end([self._record.procs.get(name) for name in names], DEAD_S)
+        self._set(state="failed", error=why)
+        self._tell({"ok": False, "error": why})
+
+    def _end_jails(self) -> None:
+        outer = [s.outer for s in self._started.values()]
+        outer += [p for n in ("vmm_jail", "device_jail") if (p := self._record.procs.get(n))]
+        handles = [fd for proc in outer if (fd := procs.handle(proc)) is not None]
+        if not procs.wait(handles, LAST_S):
+            for fd in handles:
+                procs.send_signal(fd, signal.SIGKILL)
+            procs.wait(handles, DEAD_S)
+        link.close(handles)
+
+    # ------------------------------------------------------------------ the loop
+
+    def _turn(self, deadline: float | None, *waited: int) -> set[int]:
+        """Handles what comes, until a descriptor of `waited` can be read or the time is up."""
+        for fd in waited:
+            self._poll.register(fd, select.POLLIN)
+        try:
+            while True:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+                events = self._poll.poll(left)
+                found = {fd for fd, _ in events if fd in waited}
+                for fd, _ in events:
+                    if fd not in waited and fd in self._handlers:
+                        self._handlers[fd]()
+                if self._starting and self._killed_by is not None:
+                    raise LaunchError("it was killed while it started")
+                if found or (deadline is not None and time.monotonic() >= deadline):
+                    return found
+        finally:
+            for fd in waited:
+                self._poll.unregister(fd)
+
+    def _pump(self, handles: Sequence[int], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        left = set(handles)
+        while left:
+            left -= (ready := self._turn(deadline, *left))
+            if not ready:
+                return False
+        return True
+
+    def _drain(self) -> None:
+        """What lies ready everywhere, without waiting for more."""
+        for _ in range(64):
+            events = self._poll.poll(0)
+            known = [fd for fd, _ in events if fd in self._handlers]
+            for fd in known:
+                if fd in self._handlers:
+                    self._handlers[fd]()
+            if not known:
+                return
+
+    def _on(self, fd: int, handler: Callable[[], None]) -> None:
+        self._handlers[fd] = handler
+        self._poll.register(fd, select.POLLIN)
+
+    def _off(self, fd: int) -> None:
+        del self._handlers[fd]
+        self._poll.unregister(fd)
+        os.close(fd)
+
+    def _listen_to(self, fd: int, log: capped.Writer) -> None:
+        os.set_blocking(fd, False)
+
+        def take() -> None:
+            try:
+                data = os.read(fd, CHUNK)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if data:
+                log.write(data)
+            else:
+                self._off(fd)
+
+        self._on(fd, take)
+
+    # ------------------------------------------------------------------ being asked
+
+    def _listen(self) -> None:
+        self._ctl = link.listen(self._order["room"], CTL, socket.SOCK_SEQPACKET, 16)
+        self._ctl.setblocking(False)
+        self._on(self._ctl.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        assert self._ctl is not None
+        try:
+            client, _ = self._ctl.accept()
+        except OSError:
+            return  # gone again
+        if link.peer(client)[1] != os.geteuid():
+            client.close()
+            return
+        client.setblocking(False)
+        self._on(client.fileno(), lambda: self._asked(client))
+
+    def _asked(self, client: socket.socket) -> None:
+        try:
+            word, fds = link.receive(client, 1)
+        except BlockingIOError:
+            return
+        except (wire.WireError, OSError):
+            word, fds = b"", []
+        if word == b"kill" and not fds:
+            self._kill("kill")
+            return  # the end of the connection is the answer
+        if word == b"watch" and len(fds) == 1:
+            os.set_blocking(fds[0], False)
+            self._watchers.append(fds[0])
+            link.send(client, b"ok")
+        else:
+            link.close(fds)
+        fd = client.detach()
+        self._off(fd)
+
+    # ------------------------------------------------------------------ being known
+
+    def _set(self, **fields: Any) -> None:
+        self._record = self._record.change(**fields)
+        problems = record.write(self._directories, self._record)
+        if problems and self._record.state == "starting":
+            raise LaunchError(f"the state cannot be written: {problems[0].strerror}")
+        if self._record.state in ("running", "exited"):
+            for fd in list(self._watchers):
+                try:
+                    os.write(fd, b".")
+                except BlockingIOError:
+                    continue  # what it has not read says the same
+                except OSError:
+                    self._watchers.remove(fd)
+                    os.close(fd)
+
+    def running(self) -> None:
+        self._tell({"ok": True, "error": ""})
+
+    def _tell(self, said: dict[str, Any]) -> None:
+        if self._note is None:
+            return
+        try:
+            os.write(self._note, json.dumps(said).encode() + b"\n")
+        except BrokenPipeError:
+            pass  # the helper is gone; the next one finds the record
+        os.close(self._note)
+        self._note = None
+
+
+def read_order(data: bytes) -> dict[str, Any]:
+    """Raises:
+    wire.WireError: that is none.
+    """
+    order: dict[str, Any] = wire.check(_ORDER, wire.decode(data))
+    if order["adopt"] != (order["profile"] is None):
+        raise wire.WireError("a profile is for a launch")
+    return order
+
+
+def main() -> int:
+    for number in procs.IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    os.umask(0o077)
+    os.chdir("/")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    order = read_order(sys.stdin.buffer.read())
+    for name in ("lock", "note", "instance", "room"):
+        os.set_inheritable(order[name], False)
+    # So that a machine whose bubblewrap was killed is ours to wait for.
+    procs.prctl(procs.PR_SET_CHILD_SUBREAPER, 1)
+    shim = Shim(order)
+    try:
+        if order["adopt"]:
+            shim.adopt()
+        else:
+            shim.launch()
+    except (LaunchError, OSError, ValueError) as error:
+        if order["adopt"]:
+            print(f"nothing to adopt: {error}", file=sys.stderr)
+            return 1
+        shim.abandon(wire.line(str(error)))
+        return 1
+    except BaseException:
+        shim.abandon("internal error")
+        traceback.print_exc()
+        raise
+    shim.running()
+    shim.live()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

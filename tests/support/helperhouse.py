@@ -1,0 +1,169 @@
+"""A helper in a directory of its own, and a client that is not the engine's but speaks as it.
+
+Machines need an image: a directory that `AGENT_BOX_TEST_MACHINE` names, with the files kernel,
+initramfs and variant. Tests that boot are skipped without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from support.until import until
+
+from agent_box.helper import link, wire
+
+MACHINE = os.environ.get("AGENT_BOX_TEST_MACHINE", "")
+
+
+class Client:
+    """One connection; blocking, one request at a time."""
+
+    def __init__(self, sock: Path, key: bytes, *, seconds: float = 60) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.settimeout(seconds)
+        self.sock.connect(str(sock))
+        side = wire.EngineSide(key, secrets.token_bytes(32))
+        link.send(self.sock, side.proof(link.receive(self.sock)[0]))
+        side.accept(link.receive(self.sock)[0])
+        self._next = 0
+
+    def ask(self, name: str, **args: Any) -> dict[str, Any]:
+        """The reply; raises `wire.Refused`."""
+        reply, fds = self.ask_fds(name, **args)
+        assert not fds
+        return reply
+
+    def ask_fd(self, name: str, **args: Any) -> int:
+        _, fds = self.ask_fds(name, **args)
+        return fds[0]
+
+    def ask_fds(self, name: str, **args: Any) -> tuple[dict[str, Any], list[int]]:
+        self._next += 1
+        op = wire.OPS[name]
+        link.send(self.sock, wire.request(self._next, op, args))
+        data, fds = link.receive(self.sock, 1)
+        if not data:
+            raise ConnectionResetError("the helper went away")
+        answer = wire.read_answer(data)
+        assert answer.req == self._next
+        if answer.refused is not None:
+            assert not fds
+            raise answer.refused
+        assert len(fds) == op.descriptors
+        return wire.check(op.reply, answer.untrusted_reply), fds
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+
+class HelperHouse:
+    """Directories, a key and images; `start` runs a helper there, `close` removes everything."""
+
+    def __init__(self) -> None:
+        before = os.umask(0o077)
+        self.root = Path(tempfile.mkdtemp(prefix="abh.", dir="/tmp"))
+        self.runtime = self.root / "r"
+        self.state = self.root / "s"
+        self.runtime.mkdir()
+        (self.state / "keys" / "engine").mkdir(parents=True)
+        self.key = secrets.token_bytes(32)
+        self.key_file = self.state / "keys" / "engine" / "helper.key"
+        self.key_file.write_text(self.key.hex() + "\n")
+        self.blobs = self.state / "images" / "blobs" / "sha256"
+        self.blobs.mkdir(parents=True)
+        self.log = self.root / "log"
+        os.umask(before)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def sock(self) -> Path:
+        return self.runtime / "helper" / "sock"
+
+    def command(self, *more: str) -> list[str]:
+        return [
+            *(sys.executable, "-I", "-B", "-m", "agent_box.helper", "--mode", "user"),
+            *("--runtime", str(self.runtime), "--state", str(self.state), *more),
+        ]
+
+    def start(self, *, lifeline: bool = True) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.PIPE if lifeline else subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        until("the helper serves", self._serves)
+        return self.process
+
+    def _serves(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.log.read_text()
+        try:
+            self.client().__exit__()
+        except OSError:
+            return False
+        return True
+
+    def client(self) -> Client:
+        return Client(self.sock, self.key)
+
+    def stop(self, number: signal.Signals = signal.SIGKILL) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(20)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        return code
+
+    def add(self, data: bytes) -> str:
+        digest = hashlib.sha256(data).hexdigest()
+        (self.blobs / digest).write_bytes(data)
+        return digest
+
+    def add_file(self, path: Path) -> str:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            os.link(path, self.blobs / digest)
+        except OSError:
+            shutil.copyfile(path, self.blobs / digest)
+        return digest
+
+    def profile(self, **more: Any) -> dict[str, Any]:
+        """Of the machine that the environment names."""
+        found = {n: self.add_file(Path(MACHINE) / n) for n in ("kernel", "initramfs", "variant")}
+        return {
+            "engine": "qemu", "accel": "tcg", "cpus": 1, "memory_mib": 256, "harness": None,
+            "guest": self.add(b"guest" * 1024), **found, **more,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        with self.client() as client:
+            for state in client.ask("list", after=None)["instances"]:
+                if state["launch_id"] is not None:
+                    client.ask("kill", id=state["id"], launch_id=state["launch_id"])
+                client.ask("release", id=state["id"])
+        assert self.stop(signal.SIGTERM) == 0, self.log.read_text()
+        shutil.rmtree(self.root)
+
+
+def fresh() -> str:
+    return secrets.token_hex(16)
