@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from agent_box.guest import disk, system
 from agent_box.guest.control import Action, Session
-from agent_box.guest.pid1 import Inherited
+from agent_box.guest.ports import Inherited
 from agent_box.guest.wire import CONTROL_PORT, HOST_CID, FrameError
 
 VERSION: Final = "0.1.0"

@@ -10,26 +10,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
-from dataclasses import dataclass
 from typing import Final
 
 from agent_box.guest import system
-from agent_box.guest.wire import PORTS
+from agent_box.guest.ports import Inherited, listeners
 
-BACKLOG: Final = 1024
-BUFFER: Final = 4 << 20  # bytes a stream may have in flight to us
 RESPAWN_S: Final = (0.0, 0.1, 0.5, 2.0, 5.0)  # the wait before the next start, longer each time
 STEADY_S: Final = 30.0  # an agent that lived this long starts at no wait again
-
-
-@dataclass(frozen=True)
-class Inherited:
-    """What PID 1 opened and every agent process gets."""
-
-    listeners: dict[int, socket.socket]  # by port
-    tun: int | None
 
 
 def main() -> None:
@@ -38,7 +26,7 @@ def main() -> None:
         signal.signal(name, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     _mounts()
-    inherited = Inherited(_listeners(), _tun())
+    inherited = Inherited(listeners(), _tun())
     agent, started, deaths = _fork(inherited), time.monotonic(), 0
     again: float | None = None  # when the agent is started again
     while True:
@@ -80,22 +68,6 @@ def _mounts() -> None:
             os.symlink(target, name)
         except FileExistsError:
             continue
-
-
-def _listeners() -> dict[int, socket.socket]:
-    listeners = {}
-    for port in PORTS:
-        listener = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        for option in (
-            socket.SO_VM_SOCKETS_BUFFER_MAX_SIZE,
-            socket.SO_VM_SOCKETS_BUFFER_SIZE,
-        ):
-            listener.setsockopt(socket.AF_VSOCK, option, BUFFER.to_bytes(8, "little"))
-        listener.bind((socket.VMADDR_CID_ANY, port))
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-        listeners[port] = listener
-    return listeners
 
 
 def _tun() -> int | None:

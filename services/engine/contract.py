@@ -79,6 +79,15 @@ class Observed(Wire, frozen=True):
     exit_signal: int | None
 
 
+class Dial(Wire, frozen=True):
+    """A request on one of the dial sockets (bus/handover.py); no method of the bus."""
+
+    instance: str
+    boot: int
+    port: int
+    deadline_ms: int  # how long the guest may take to answer
+
+
 class Observations(Wire, frozen=True):
     instances: list[Observed]  # all that the helper holds, also those the registry lost
 

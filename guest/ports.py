@@ -1,0 +1,41 @@
+"""The vsock ports that PID 1 binds, and what an agent process inherits of them."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import Final
+
+from agent_box.guest.wire import PORTS
+
+BACKLOG: Final = 1024
+BUFFER: Final = 4 << 20  # bytes a stream may have in flight to us
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What PID 1 opened and every agent process gets."""
+
+    listeners: dict[int, socket.socket]  # by port
+    tun: int | None
+
+
+def listeners() -> dict[int, socket.socket]:
+    """Binds every port.
+
+    Raises:
+        OSError: the kernel has no vsock, or somebody was faster.
+    """
+    bound = {}
+    for port in PORTS:
+        listener = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        for option in (
+            socket.SO_VM_SOCKETS_BUFFER_MAX_SIZE,
+            socket.SO_VM_SOCKETS_BUFFER_SIZE,
+        ):
+            listener.setsockopt(socket.AF_VSOCK, option, BUFFER.to_bytes(8, "little"))
+        listener.bind((socket.VMADDR_CID_ANY, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+        bound[port] = listener
+    return bound
