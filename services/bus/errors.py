@@ -48,6 +48,7 @@ class Reason(StrEnum):
     CONFIG_INVALID = "config-invalid"
     EXHAUSTED = "exhausted"
     DISK_FULL = "disk-full"
+    DISK_DAMAGED = "disk-damaged"
     DEADLINE = "deadline"
     UNAVAILABLE = "unavailable"
     UNKNOWN_OUTCOME = "unknown-outcome"
@@ -71,6 +72,7 @@ MEANING: Final[dict[Reason, Meaning]] = {
     Reason.CONFIG_INVALID: Meaning(Code.PRECONDITION, 2),
     Reason.EXHAUSTED: Meaning(Code.EXHAUSTED, 1),
     Reason.DISK_FULL: Meaning(Code.EXHAUSTED, 1),
+    Reason.DISK_DAMAGED: Meaning(Code.PRECONDITION, 1),
     Reason.DEADLINE: Meaning(Code.DEADLINE, 14),
     Reason.UNAVAILABLE: Meaning(Code.UNAVAILABLE, 14),
     Reason.UNKNOWN_OUTCOME: Meaning(Code.UNKNOWN_OUTCOME, 14),

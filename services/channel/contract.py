@@ -21,6 +21,13 @@ class Instance(Wire, frozen=True):
     instance: str  # the id, 32 lowercase hex digits
 
 
+class Guest(Wire, frozen=True):
+    """One run of an instance; a guest of another boot is never spoken to by mistake."""
+
+    instance: str
+    boot: int
+
+
 class Variable(Wire, frozen=True):
     name: str
     value: str
@@ -170,7 +177,7 @@ CONTRACT = Contract(
         Method(
             name="set_time",
             kind=Kind.IDEMPOTENT,
-            request=Instance,
+            request=Guest,
             reply=Provisioned,
             deadline_s=10,
             data=Data.STATUS,
@@ -179,7 +186,7 @@ CONTRACT = Contract(
         Method(
             name="poweroff",
             kind=Kind.IDEMPOTENT,
-            request=Instance,
+            request=Guest,
             reply=Empty,
             deadline_s=30,
             data=Data.STATUS,
@@ -252,6 +259,7 @@ CONTRACT = Contract(
         ),
     ),
     events=(
+        Event(name="guest-ready", summary="A guest shook hands and took its provisioning."),
         Event(name="forgery-refused", summary="A guest sent a bad frame; its stream was ended."),
         Event(name="root-session", summary="An operator opened a root terminal or command."),
         Event(name="permission-allowed", summary="A harness asked for leave and got it once."),

@@ -76,7 +76,7 @@ class Engine:
             "resume": self.resume,
             "kill": self.kill,
             "query": self.query,
-            "list": self.list,
+            "list": self.every,
             "delete": self.delete,
         }
 
@@ -150,7 +150,7 @@ class Engine:
                 return await self._observe(state)
         raise Refusal(Reason.NOT_FOUND, f"the helper holds no instance {instance}")
 
-    async def list(self, _request: Empty, _call: Call) -> Observations:
+    async def every(self, _request: Empty, _call: Call) -> Observations:
         states = await self._states()
         seen = await asyncio.gather(*(self._observe(state) for state in states))
         return Observations(instances=seen)
@@ -190,7 +190,7 @@ class Engine:
         Refusal: STATE_UNKNOWN, the helper is silent.
         """
         try:
-            return await self._ask(self._helper.list)
+            return await self._ask(self._helper.instances)
         except Refusal as refusal:
             if refusal.reason is Reason.HELPER_UNAVAILABLE:
                 raise Refusal(Reason.STATE_UNKNOWN, refusal.message) from None
@@ -258,7 +258,7 @@ class Engine:
         """Watches what ran before this start, however long the helper takes to answer."""
         while not self._stopping:
             try:
-                for state in await self._helper.list():
+                for state in await self._helper.instances():
                     if state.state == "running":
                         self._watch(state, "vmm-adopted")
                 return
@@ -308,7 +308,7 @@ class Engine:
     async def _one(self, instance: str) -> State | None:
         while True:
             try:
-                return next((s for s in await self._helper.list() if s.id == instance), None)
+                return next((s for s in await self._helper.instances() if s.id == instance), None)
             except (HelperLost, HelperRefused):
                 await asyncio.sleep(AGAIN_S[-1])
 
@@ -360,7 +360,7 @@ def _facts(state: State) -> dict[str, Fact]:
 async def _readable(fd: int) -> None:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(fd, lambda: ready.done() or ready.set_result(None))
+    loop.add_reader(fd, lambda: None if ready.done() else ready.set_result(None))
     try:
         await ready
     finally:
