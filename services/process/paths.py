@@ -16,6 +16,8 @@ from typing import Final
 
 SERVICES: Final = ("registry", "store", "broker", "netstack", "channel", "engine")
 ROLES: Final = (*SERVICES, "operator")
+HELPER: Final = "helper"  # runs beside the services, on no bus and behind no wall
+PROGRAMS: Final = (*SERVICES, HELPER)
 
 NAME: Final = "agent-box"
 SOCKET_PATH_MAX: Final = 107  # bytes; sockaddr_un.sun_path less its terminating NUL (unix(7))
@@ -117,6 +119,16 @@ class Paths:
         return self.runtime / "host"
 
     @property
+    def helper_sock(self) -> Path:
+        """Where the user-mode helper listens. Of the services only the engine sees it."""
+        return self.runtime / HELPER / "sock"
+
+    @property
+    def helper_key(self) -> Path:
+        """What the engine proves itself with to the helper, as 64 hexadecimal digits."""
+        return self.keys("engine") / "helper.key"
+
+    @property
     def lock(self) -> Path:
         return self.state / "daemon.lock"
 
@@ -134,6 +146,15 @@ class Paths:
 
     def log(self, service: str) -> Path:
         return self.state / "logs" / f"{service}.log"
+
+    @property
+    def images(self) -> Path:
+        """What virtual machines boot: blobs, manifests, and the keys that sign them."""
+        return self.state / "images"
+
+    def blob(self, digest: str) -> Path:
+        """A file of an image, by its sha256 in lowercase hex."""
+        return self.images / "blobs" / "sha256" / digest
 
     def make(self) -> None:
         """Creates the directories that every start needs, each 0700. Twice is as once.

@@ -1,0 +1,1 @@
+"""Images: what a virtual machine boots, built from Debian packages or pulled by digest."""
