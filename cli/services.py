@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from agent_box.cli import link
 from agent_box.cli.render import Failure, Render, table
-from agent_box.process.paths import SERVICES, Paths
+from agent_box.process.paths import HELPER, PROGRAMS, SERVICES, Paths
 
 if TYPE_CHECKING:
     from agent_box.bus.base import Confinement, Hello
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 HELLO_S: Final = 2.0  # what a service has to answer in
 YOUNG_S: Final = 5.0  # the same, and the age, of one that was started just now
+HELPER_S: Final = 20.0  # what the helper has to serve again in
 STOP_S: Final = 40.0  # what the daemon has to end in; its services have 10 s each, at once
 FOLLOW_TAIL: Final = 10
 
@@ -84,6 +86,8 @@ def list_services(out: Render) -> None:
     hellos = _hellos(here, statuses)
     holder = link.holder(here)
     rows = [_row(name, statuses.get(name), hellos[name]) for name in SERVICES]
+    if HELPER in statuses:  # in system mode it is the host's, and no affair of ours
+        rows.append(_helper_row(here, statuses[HELPER]))
     out.result(
         {
             "daemon": {
@@ -134,6 +138,36 @@ def _row(name: str, status: Status | None, hello: Hello | str) -> dict[str, Any]
         "version": None if answered is None else answered.version,
         "problem": problem,
     }
+
+
+def _helper_row(here: link.Place, status: Status) -> dict[str, Any]:
+    """The helper says to strangers only that it is there: it greets who connects."""
+    silent = _helper_silence(here, HELLO_S)
+    return {
+        "name": HELPER,
+        "state": status.state,
+        "answering": silent is None,
+        "ready": silent is None,
+        "pid": status.pid,
+        "uptime_ms": status.uptime_ms,
+        "restarts": status.restarts,
+        "epoch": None,
+        "version": None,
+        "problem": status.reason or silent,
+    }
+
+
+def _helper_silence(here: link.Place, seconds: float) -> str | None:
+    """Why the helper greets nobody; None when it does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(seconds)
+        try:
+            sock.connect(str(here.paths.helper_sock))
+            return None if sock.recv(1024) else "it hung up"
+        except TimeoutError:
+            return f"no answer in {seconds:.0f} s"
+        except OSError as error:
+            return error.strerror or str(error)
 
 
 def _ready_word(row: dict[str, Any]) -> str:
@@ -220,8 +254,10 @@ def confined_pid(outer: int) -> int:
 
 def restart(out: Render, *, name: str) -> None:
     """Lets a service finish, starts it anew, and waits for the new one to be ready."""
-    names = SERVICES if name == "all" else (name,)
     here, control = link.supervisor(out)
+    names: tuple[str, ...] = (name,)
+    if name == "all":
+        names = PROGRAMS if HELPER in _statuses(control) else SERVICES
     rows = [_restart(here, control, each, out) for each in names]
     text = "\n".join(f"{r['name']} is ready again after {r['took_ms']} ms" for r in rows)
     out.result({"services": rows}, text)
@@ -230,7 +266,7 @@ def restart(out: Render, *, name: str) -> None:
 def _restart(here: link.Place, control: Control, name: str, out: Render) -> dict[str, Any]:
     from agent_box.process.supervision import ControlError
 
-    before = _hello(here, name)
+    before = "" if name == HELPER else _hello(here, name)
     begun = time.monotonic()
     out.progress(f"restarting {name} ...")
     try:
@@ -238,6 +274,10 @@ def _restart(here: link.Place, control: Control, name: str, out: Render) -> dict
         control.start(name)
     except ControlError as error:
         raise Failure(1, "restart-failed", f"{name}: {error}") from error
+    if name == HELPER:
+        _until_helper(here)
+        took_ms = int((time.monotonic() - begun) * 1000)
+        return {"name": name, "epoch": None, "version": None, "took_ms": took_ms}
     old = None if isinstance(before, str) else before.epoch
     client, hello = link.ready(here, name, out, not_epoch=old)
     client.close()
@@ -247,6 +287,15 @@ def _restart(here: link.Place, control: Control, name: str, out: Render) -> dict
         "version": hello.version,
         "took_ms": int((time.monotonic() - begun) * 1000),
     }
+
+
+def _until_helper(here: link.Place) -> None:
+    """Nothing tells when its socket is bound, so it is tried."""
+    deadline = time.monotonic() + HELPER_S
+    while (silent := _helper_silence(here, HELLO_S)) is not None:
+        if time.monotonic() > deadline:
+            raise Failure(1, "restart-failed", f"helper: {silent}")
+        select.select([], [], [], 0.02)
 
 
 # ------------------------------------------------------------------------- inspect

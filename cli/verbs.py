@@ -14,6 +14,7 @@ from agent_box.cli import values
 from agent_box.cli.render import Usage
 
 SERVICES: Final = ("registry", "store", "broker", "netstack", "channel", "engine")
+PROGRAMS: Final = (*SERVICES, "helper")
 
 
 class Arg(NamedTuple):
@@ -561,7 +562,9 @@ VERBS: Final[tuple[Verb, ...]] = (
         "Drains and restarts a service.",
         (
             positional(
-                "NAME", values.OneOf(*SERVICES, "all"), "the service, or all, one after another"
+                "NAME",
+                values.OneOf(*PROGRAMS, "all"),
+                "the service, or helper, or all, one after another",
             ),
         ),
         body="services:restart",
@@ -571,7 +574,9 @@ VERBS: Final[tuple[Verb, ...]] = (
         HOST,
         "The log of a service.",
         (
-            positional("NAME", values.OneOf(*SERVICES, "daemon"), "the service, or daemon"),
+            positional(
+                "NAME", values.OneOf(*PROGRAMS, "daemon"), "the service, or helper, or daemon"
+            ),
             switch("--follow", "go on with new lines until interrupted"),
             option("--tail", "N", values.integer(0, 1_000_000), "only the last N lines"),
         ),

@@ -102,6 +102,7 @@ FLOORS = (
     (1, "services/bus"),
     (1, "services/process"),
     (1, "services/config"),
+    (1, "services/helper"),
     (1, "guest"),
 )
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, TextIO
 
 from agent_box.process import hostfiles, lock
-from agent_box.process.paths import ROLES, SERVICES, Paths, PathsError
+from agent_box.process.paths import HELPER, ROLES, SERVICES, Paths, PathsError, make_private
 from agent_box.process.supervision import (
     CONFIG_FILE,
     LOGS_LINK,
@@ -274,11 +274,15 @@ def write(
 def _prepare(paths: Paths, options: Options) -> None:
     """Everything that must lie there before the first service starts."""
     try:
-        _check_config(options.config)
+        mode = _check_config(options.config)
         _make_keys(paths)
+        found = programs(paths, options.config)
+        if mode == "user":
+            make_private(paths.helper_sock.parent)
+            found.append(Program(HELPER, helper_command(paths)))
         write(
             paths,
-            programs(paths, options.config),
+            found,
             report=report_command(options.config),
             silent=options.background or options.json,
         )
@@ -315,6 +319,12 @@ def programs(paths: Paths, config: Path | None) -> list[Program]:
     return found
 
 
+def helper_command(paths: Paths) -> tuple[str, ...]:
+    """The user-mode helper. It stands behind no wall: bubblewrap cannot start inside one."""
+    words = ["--mode", "user", "--runtime", str(paths.runtime), "--state", str(paths.state)]
+    return (sys.executable, "-I", "-B", "-m", "agent_box.helper", *words)
+
+
 def _launcher(module: str, keys: Path) -> list[str]:
     """What runs before the wall is built, and becomes the confined service."""
     if not module:
@@ -322,13 +332,17 @@ def _launcher(module: str, keys: Path) -> list[str]:
     return [sys.executable, "-I", "-B", "-m", module, "--keys", str(keys), "--"]
 
 
-def _check_config(config: Path | None) -> None:
-    """A config that no service will accept stops the daemon, and nothing is started."""
+def _check_config(config: Path | None) -> str:
+    """A config that no service will accept stops the daemon, and nothing is started.
+
+    Returns:
+        The helper's mode.
+    """
     from agent_box.config.errors import ConfigError
     from agent_box.config.load import load
 
     try:
-        load(config)
+        return load(config).engine.helper
     except ConfigError as error:
         raise Cannot("config-invalid", str(error)) from error
 
@@ -340,6 +354,21 @@ def _make_keys(paths: Paths) -> None:
         keys.make_keys(paths.public_keys.parent, ROLES)
     except keys.KeysError as error:
         raise Cannot("daemon-failed", str(error)) from error
+    _make_helper_key(paths.helper_key)
+
+
+def _make_helper_key(path: Path) -> None:
+    """Once; a helper that a daemon before this one started goes by the same."""
+    if path.exists():
+        return
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with open(os.open(new, flags, 0o600), "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    new.rename(path)
 
 
 def _in_child(work: Callable[[], None]) -> None:

@@ -23,7 +23,7 @@ from agent_box.cli import link, walls
 from agent_box.cli.logfile import LINE_MAX, Follower, last
 from agent_box.cli.render import Failure, Render
 from agent_box.cli.services import confined_pid
-from agent_box.process.paths import SERVICES
+from agent_box.process.paths import PROGRAMS, SERVICES
 
 pytestmark = pytest.mark.serial
 
@@ -215,7 +215,7 @@ def test_another_runtime_directory_is_named(up: Live) -> None:
 def test_list_tells_of_each(up: Live) -> None:
     result = up.run("service", "list", "--json").result
     assert result["daemon"]["pid"] == up.daemon_pid()
-    assert [row["name"] for row in result["services"]] == list(SERVICES)
+    assert [row["name"] for row in result["services"]] == list(PROGRAMS)
     for row in result["services"]:
         assert row["ready"]
         assert row["state"] == "running"
@@ -276,10 +276,13 @@ def test_restart_gives_a_new_epoch(up: Live) -> None:
 def test_restart_all(up: Live) -> None:
     before = up.services()
     rows = up.run("service", "restart", "all", "--json").result["services"]
-    assert [row["name"] for row in rows] == list(SERVICES)
+    assert [row["name"] for row in rows] == list(PROGRAMS)
     for name, row in up.services().items():
         assert row["ready"]
-        assert row["epoch"] != before[name]["epoch"]
+        if name == "helper":
+            assert row["pid"] != before[name]["pid"]
+        else:
+            assert row["epoch"] != before[name]["epoch"]
 
 
 def test_restart_of_one_that_is_stuck(up: Live) -> None:
