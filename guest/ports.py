@@ -33,7 +33,7 @@ def listeners() -> dict[int, socket.socket]:
             socket.SO_VM_SOCKETS_BUFFER_MAX_SIZE,
             socket.SO_VM_SOCKETS_BUFFER_SIZE,
         ):
-            listener.setsockopt(socket.AF_VSOCK, option, BUFFER.to_bytes(8, "little"))
+            listener.setsockopt(socket.AF_VSOCK, option, BUFFER)
         listener.bind((socket.VMADDR_CID_ANY, port))
         listener.listen(BACKLOG)
         listener.setblocking(False)
