@@ -377,12 +377,14 @@ def _bwrap() -> str:
 
 def _code() -> tuple[list[Mount], list[tuple[Path, str]]]:
     """Where Python and our code lie, without what else lies beside them."""
-    import agent_box
+    from importlib.util import find_spec
 
     found: list[Path] = []
     for prefix in dict.fromkeys((sys.base_prefix, sys.base_exec_prefix, sys.prefix)):
         found += [Path(prefix) / part for part in ("bin", "lib", "lib64", "pyvenv.cfg")]
-    found += [Path(path) for path in agent_box.__path__]
+    for package in ("agent_box", "agent_box.guest"):  # in a checkout they lie apart
+        spec = find_spec(package)
+        found += [Path(path) for path in (spec and spec.submodule_search_locations) or ()]
     step = Path(sys.executable)
     while step.is_symlink():  # from the venv to the interpreter it may go by other places
         step = Path(os.path.normpath(step.parent / os.readlink(step)))

@@ -16,6 +16,8 @@ from support import procs
 from support.house import House, contract, inner_pid, python
 from support.until import until
 
+import agent_box
+from agent_box import cli
 from agent_box.bus.schema import Contract, Network, Wall
 from agent_box.process import confine
 from agent_box.process.confine import ConfineError, Gap
@@ -114,6 +116,19 @@ def test_no_contract_reaches_beyond_its_directories(house: House, field: str, na
 def test_a_call_that_no_contract_may_have_is_refused(house: House) -> None:
     with pytest.raises(ConfineError, match="store: a contract cannot ask for ptrace"):
         confine.profile(with_wall(syscalls=(("ptrace", "why"),)), house.paths, None)
+
+
+def test_the_frames_of_the_guest_can_be_read_and_the_cli_is_not_there(house: House) -> None:
+    """In a checkout, guest/ and cli/ lie beside services/."""
+    code = (
+        "import agent_box.bus, agent_box.guest\n"
+        "try: import agent_box.cli\n"
+        "except ModuleNotFoundError: print('no cli')"
+    )
+    ran = run(house, code)
+    assert ran.returncode == 0, ran.stderr
+    editable = not Path(cli.__file__).is_relative_to(Path(agent_box.__file__).parent)
+    assert (ran.stdout == "no cli\n") is editable
 
 
 # ---------------------------------------------------------------- what would show too much
