@@ -163,9 +163,7 @@ class AsyncClient:
     def _write(self) -> None:
         if self._closed:
             return
-        self._link.write()
-        # The send may have taken the descriptor's signal with it.
-        if self._again is None and self._link.readable():
+        if self._link.write() and self._again is None:
             self._again = self._loop.call_soon(self._turn)
 
 

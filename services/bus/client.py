@@ -6,6 +6,7 @@ calls only.
 
 from __future__ import annotations
 
+import select
 from pathlib import Path
 from types import TracebackType
 
@@ -14,8 +15,8 @@ import zmq
 from agent_box.bus import wire
 from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.keys import KeyPair
-from agent_box.bus.link import Link, pack, prepare, table
-from agent_box.bus.peer import Flow, Peer
+from agent_box.bus.link import SOON_MS, Link, pack, prepare, table
+from agent_box.bus.peer import Flow, Line, Peer
 from agent_box.bus.schema import Contract, Stream, Wire
 
 
@@ -52,8 +53,11 @@ class Client:
         self._is_own = context is None
         self._peer = Peer(service)
         self._link = Link(self._context, self._peer, sock, secret, server_key)
-        self._poller = zmq.Poller()
-        self._poller.register(self._link.monitor, zmq.POLLIN)
+        self._monitor_fd = self._link.monitor.getsockopt(zmq.FD)
+        self._poll = select.poll()
+        self._poll.register(self._link.socket.getsockopt(zmq.FD), select.POLLIN)
+        self._poll.register(self._monitor_fd, select.POLLIN)
+        self._link.read()  # a pipe that was never read gives no signal
 
     def call(
         self,
@@ -85,6 +89,8 @@ class Client:
         )
         pending = self._peer.submit(method, body, deadline, request_id)
         try:
+            if self._peer.line is Line.UP and deadline - wire.now_ns() > 2 * SOON_MS * 1_000_000:
+                self._link.soon()
             while not pending.done:
                 if not self._turn(deadline):
                     self._peer.expire(pending)
@@ -149,20 +155,22 @@ class Client:
     def _turn(self, deadline: int | None) -> bool:
         """Sends, waits for something to happen, reads. False: the deadline has passed."""
         link = self._link
-        link.write()
-        if link.readable():
-            link.read()
+        if link.write():
+            link.messages()
             return True
         if deadline is None:
-            wait_ms = -1
+            wait_ms = None
         else:
             wait_ms = -(-(deadline - wire.now_ns()) // 1_000_000)
             if wait_ms <= 0:
                 return False
-        events = zmq.POLLIN | zmq.POLLOUT if self._peer.blocked else zmq.POLLIN
-        self._poller.register(link.socket, events)
-        self._poller.poll(wait_ms)
-        link.read()
+        # The descriptors tell of anything that a socket has not been asked about since, room for
+        # what could not be sent included.
+        for fd, _events in self._poll.poll(wait_ms):
+            if fd == self._monitor_fd:
+                link.read()
+                return True
+        link.messages()
         return True
 
 

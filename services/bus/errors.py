@@ -57,6 +57,7 @@ class Reason(StrEnum):
     HELPER_UNAVAILABLE = "helper-unavailable"
     STATE_UNKNOWN = "state-unknown"
     BOOT_TIMEOUT = "boot-timeout"
+    BOOT_FAILED = "boot-failed"
     INTERNAL = "internal"
 
 
@@ -81,6 +82,7 @@ MEANING: Final[dict[Reason, Meaning]] = {
     Reason.HELPER_UNAVAILABLE: Meaning(Code.UNAVAILABLE, 11),
     Reason.STATE_UNKNOWN: Meaning(Code.PRECONDITION, 12),
     Reason.BOOT_TIMEOUT: Meaning(Code.DEADLINE, 13),
+    Reason.BOOT_FAILED: Meaning(Code.PRECONDITION, 1),
     Reason.INTERNAL: Meaning(Code.INTERNAL, 1),
 }
 

@@ -20,10 +20,13 @@ from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.keys import KeyPair
 from agent_box.bus.peer import Peer
 from agent_box.bus.schema import Contract, Kind, Method, Stream, Wire
+from agent_box.bus.sockets import readable, receive, send, writable
 
 RECONNECT_MS: Final = 10
 RECONNECT_MAX_MS: Final = 250
 HWM: Final = 1_024
+SOON_MS: Final = 5
+_EVENT: Final = struct.Struct("=hi")
 _EVENTS: Final = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
 )
@@ -50,6 +53,7 @@ class Link:
         dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         dealer.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_MAX)
+        dealer.setsockopt(zmq.RCVTIMEO, SOON_MS)
         dealer.setsockopt(zmq.SNDHWM, HWM)
         dealer.setsockopt(zmq.RCVHWM, HWM)
         dealer.setsockopt(zmq.CURVE_SERVERKEY, server_key)
@@ -64,27 +68,27 @@ class Link:
 
         Messages before the news that the line broke: what was answered was answered.
         """
-        self._messages()
-        while True:
-            try:
-                event, _value = struct.unpack("=hi", self.monitor.recv_multipart(zmq.NOBLOCK)[0])
-            except zmq.Again:
-                return
+        self.messages()
+        while readable(self.monitor):
+            event, _value = _EVENT.unpack(receive(self.monitor)[0])
             if event == zmq.EVENT_DISCONNECTED:
-                self._messages()
+                self.messages()
                 self.peer.disconnected()
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.peer.connected()
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.peer.denied()
 
-    def write(self) -> None:
-        """Sends what the peer has to say."""
-        self.peer.pump(self._send)
+    def write(self) -> bool:
+        """Sends what the peer has to say.
 
-    def readable(self) -> bool:
-        """Whether there is more to read: after a send the descriptor does not tell it again."""
-        return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        Returns:
+            Whether there is something to do at once: to read, or to send what found no room a
+            moment ago. A send, like any look at the socket, may have taken the descriptor's
+            signal with it, so nobody else will tell.
+        """
+        self.peer.pump(self._send)
+        return readable(self.socket) or (self.peer.blocked and writable(self.socket))
 
     def close(self) -> None:
         """Closes both sockets. What is pending stays pending: its owner ends it."""
@@ -92,21 +96,33 @@ class Link:
         self.monitor.close(0)
         self.socket.close(0)
 
-    def _messages(self) -> None:
-        receive = self.socket.recv_multipart
-        while True:
-            try:
-                untrusted = receive(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self.peer.received(untrusted)
-            except wire.WireError:
-                self.garbage += 1
+    def soon(self) -> None:
+        """Sends, then waits `SOON_MS` for one message and feeds the peer with it.
+
+        The quick way for the usual case, in which the answer comes at once: half of the system
+        calls. What happens to the line meanwhile is heard of right after.
+        """
+        self.peer.pump(self._send)
+        try:
+            untrusted = receive(self.socket, 0)
+        except zmq.Again:
+            return
+        self._feed(untrusted)
+
+    def messages(self) -> None:
+        """Feeds the peer with the messages that have arrived."""
+        while readable(self.socket):
+            self._feed(receive(self.socket))
+
+    def _feed(self, untrusted: list[bytes]) -> None:
+        try:
+            self.peer.received(untrusted)
+        except wire.WireError:
+            self.garbage += 1
 
     def _send(self, frames: list[bytes]) -> bool:
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
+            send(self.socket, *frames)
         except zmq.Again:
             return False
         return True

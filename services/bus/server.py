@@ -29,6 +29,7 @@ from agent_box.bus.keys import KeyPair
 from agent_box.bus.outcomes import BEGUN, DONE, REFUSED, Outcomes, Prior
 from agent_box.bus.policy import Policy
 from agent_box.bus.schema import BASE_METHODS, Contract, Empty, Kind, Method, Stream, Wire
+from agent_box.bus.sockets import readable, receive, receive_from, send
 from agent_box.bus.zap import Gate
 
 PENDING_PER_CALLER: Final = 128  # calls under way, streams included
@@ -438,24 +439,18 @@ class Server:
         """Reads until nothing is left, or a batch is full: the descriptor tells of new messages
         only once."""
         self._again = True
-        receive = self._router.recv
-        for _ in range(BATCH):
+        router = self._router
+        for number in range(BATCH):
+            if number and not readable(router):
+                self._again = False
+                return
             try:
-                first = receive(zmq.NOBLOCK, copy=False)
+                peer, role, untrusted_frames = receive_from(router)
             except zmq.Again:
                 self._again = False
                 return
-            peer = first.bytes
-            more = first.more
-            frames: list[bytes] = []
-            while more:
-                frame = receive(zmq.NOBLOCK, copy=False)
-                more = frame.more
-                if len(frames) < 4:
-                    frames.append(frame.bytes)
             try:
-                role = str(first.get("User-Id"))
-                self._message(peer, role, frames)
+                self._message(peer, role, untrusted_frames)
             except wire.WireError as error:
                 self._drop(str(error))
             except Exception as error:  # noqa: BLE001 - one message must not end the service
@@ -727,12 +722,9 @@ class Server:
 
     def _somebody_left(self) -> None:
         left = False
-        while True:
-            try:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
-                left = True
-            except zmq.Again:
-                break
+        while readable(self._monitor):
+            receive(self._monitor)
+            left = True
         # ZeroMQ does not say who. Whoever has something under way is tried, now and again soon,
         # because the ROUTER forgets a peer a little later than the monitor tells.
         if left and self._peers and self._loop is not None:
@@ -755,12 +747,8 @@ class Server:
     def _send(self, peer: bytes, header: wire.Header, body: bytes = _EMPTY) -> bool:
         """Sends to one peer. False: it is gone, or has not read for so long that its queue is
         full; either way its answers are lost to nobody but itself."""
-        send = self._router.send
         try:
-            send(peer, zmq.SNDMORE | zmq.NOBLOCK)
-            send(wire.MAGIC, zmq.SNDMORE | zmq.NOBLOCK)
-            send(wire.encode_header(header), zmq.SNDMORE | zmq.NOBLOCK)
-            send(body, zmq.NOBLOCK)
+            send(self._router, peer, wire.MAGIC, wire.encode_header(header), body)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 import pytest
@@ -11,7 +11,7 @@ from support.toy import Blob, Number, Rich, Text
 
 from agent_box.bus import wire
 from agent_box.bus.errors import MESSAGE_MAX, Reason, Refusal
-from agent_box.bus.schema import Empty
+from agent_box.bus.schema import Empty, Wire
 
 EPOCH = b"e" * 16
 HEADERS = [
@@ -356,3 +356,111 @@ def test_a_truncated_body_is_refused(value: Rich, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(packed) - 1))
     with pytest.raises(wire.WireError):
         wire.decode_body(packed[:cut], Rich)
+
+
+class Flat(Wire, frozen=True):
+    """Takes the short way: no float, and not within itself."""
+
+    name: str
+    data: bytes
+    flag: bool
+    maybe: str | None
+    names: list[str]
+    counts: dict[str, int]
+    pair: tuple[Number, ...]
+    kind: Literal["a", "b"]
+
+
+class Nested(Wire, frozen=True):
+    inner: list[Nested]
+
+
+flats = st.builds(
+    Flat,
+    name=texts,
+    data=st.binary(max_size=50),
+    flag=st.booleans(),
+    maybe=st.none() | texts,
+    names=st.lists(texts, max_size=4),
+    counts=st.dictionaries(texts, st.integers(-(1 << 63), (1 << 63) - 1), max_size=4),
+    pair=st.lists(st.builds(Number, n=st.integers(0, 1 << 32)), max_size=3).map(tuple),
+    kind=st.sampled_from(["a", "b"]),
+)
+
+
+def either_way(untrusted: bytes, into: type[Wire]) -> None:
+    """The short way is only a shorter way: both give the same value or refuse."""
+    results: list[Any] = []
+    for shortest in (wire._CANONICAL_MAX, -1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wire, "_CANONICAL_MAX", shortest)
+            try:
+                results.append(wire.decode_body(untrusted, into))
+            except wire.WireError as error:
+                results.append(str(error))
+    assert results[0] == results[1]
+
+
+def test_which_types_take_the_short_way() -> None:
+    assert wire._is_flat(Flat, ())
+    assert wire._is_flat(wire.Problem, ())
+    assert not wire._is_flat(Rich, ())  # a float could be NaN
+    assert not wire._is_flat(Nested, ())  # could be nested without end
+    assert not wire._is_flat(Any, ())
+
+
+def test_a_type_within_itself_is_refused_when_deep() -> None:
+    body: Any = {"inner": []}
+    for _ in range(7):
+        body = {"inner": [body]}
+    wire.decode_body(pack(body), Nested)
+    for _ in range(10):
+        body = {"inner": [body]}
+    with pytest.raises(wire.WireError, match="deeper"):
+        wire.decode_body(pack(body), Nested)
+
+
+@given(flats, st.data())
+def test_the_short_way_refuses_what_the_long_way_refuses(value: Flat, data: st.DataObject) -> None:
+    packed = bytearray(wire.encode_body(value))
+    either_way(bytes(packed), Flat)
+    at = data.draw(st.integers(0, len(packed) - 1))
+    match data.draw(st.integers(0, 3)):
+        case 0:
+            packed[at] = data.draw(st.integers(0, 255))
+        case 1:
+            del packed[at:]
+        case 2:
+            packed[at:at] = data.draw(st.binary(min_size=1, max_size=4))
+        case 3:  # one more field, which stands there already
+            packed[0] += 1
+            packed += pack("flag") + b"\xc2"
+    either_way(bytes(packed), Flat)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*Flat.__struct_fields__, "extra"]),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | texts
+        | st.binary(max_size=9)
+        | st.lists(texts, max_size=2)
+        | st.dictionaries(texts, texts, max_size=2),
+    )
+)
+def test_both_ways_agree_on_maps_of_anything(untrusted: dict[str, Any]) -> None:
+    try:
+        packed = pack(untrusted)
+    except OverflowError:
+        return
+    either_way(packed, Flat)
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda h: type(h).__name__)
+def test_a_header_in_another_order_takes_the_long_way(header: wire.Header) -> None:
+    fields = msgpack.unpackb(wire.encode_header(header))
+    other = pack(dict(reversed(fields.items())))
+    assert wire.decode_from_caller([wire.MAGIC, other, b""])[0] == header
