@@ -321,6 +321,8 @@ def test_root_is_refused_with_one_line(house: House) -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_each_service_is_such_a_service(house: House, service: str) -> None:
     process = house.start(service)
+    until("an end or a start", lambda: process.poll() or '"started"' in house.log(service))
+    assert process.poll() is None, house.log(service)
     with house.client(service) as client:
         hello = client.call("hello", Empty(), deadline_s=10)
         assert isinstance(hello, base.Hello)
