@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agent_box.helper import link, wire
+from agent_box.helper import link, proof, wire
 from agent_box.helper.contract import OPS, Op
 
 _OPS = {op.name: op for op in OPS}
@@ -252,7 +252,7 @@ class Helper:
         try:
             async with asyncio.timeout(_PROOF_S):
                 sock.connect(os.fspath(self._path))
-                side = wire.EngineSide(key, secrets.token_bytes(wire.CHALLENGE_BYTES))
+                side = proof.EngineSide(key, secrets.token_bytes(proof.CHALLENGE_BYTES))
                 link.send(sock, side.proof(await _receive(sock)))
                 side.accept(await _receive(sock))
         except TimeoutError:

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from agent_box.helper import places, procs, wire
+from agent_box.helper import jail, places, procs, wire
 from agent_box.helper.ops import Ops, user_mode
 from agent_box.helper.places import Places
 from agent_box.helper.probe import Probe
@@ -38,6 +38,8 @@ LOCK_S: Final = 5.0  # for the last one to be gone
 
 
 class Options(NamedTuple):
+    """The two directories, and what to do."""
+
     runtime: Path
     state: Path
     check: bool
@@ -98,6 +100,9 @@ def main() -> int:
         found = Places(options.runtime, options.state)
     except OSError as error:
         return _end(FATAL, f"{error.filename}: {error.strerror}")
+    for path, _ in jail.code():
+        if any(own.resolve().is_relative_to(Path(path).resolve()) for own in options[:2]):
+            return _end(FATAL, f"{path}, which every jail sees, holds our own directories")
     if options.check:
         print(json.dumps(Probe("user", found).run()))
         return 0
@@ -115,11 +120,12 @@ def main() -> int:
         return _end(FATAL, f"the key cannot be used: {error}")
     mode = user_mode()
     server = Server(found.socket, key, mode.peers, _log)
-    ops = Ops(mode, found, log=_log, reap=server.reap)
+    ops = Ops(mode, found, log=_log, on_end=server.on_end)
     _log(f"serves {options.runtime}/helper/{places.SOCKET}, protocol of user mode")
     ops.recover()
     server.serve(ops, lifeline)
-    return 0
+    sys.stderr.flush()
+    os._exit(0)  # not to wait for a thread that waits for a machine: its shim does without us
 
 
 def _lock(directory: int) -> bool:

@@ -53,7 +53,11 @@ def make(directory: int, size_bytes: int) -> None:
         free = os.fstatvfs(directory)
         if free.f_bavail * free.f_frsize < FREE:
             raise Refused("exhausted", "the host's disk is full")
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            os.unlink(NEW, dir_fd=directory)  # a mkfs of a killed helper may still write to it
+        except FileNotFoundError:
+            pass
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(NEW, flags, 0o600, dir_fd=directory)
         try:
             os.ftruncate(fd, size_bytes)

@@ -19,8 +19,7 @@ import re
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import agent_box
 from agent_box.helper import bpf
@@ -41,8 +40,7 @@ MACHINE_FILES: Final = "/machine"
 _MAX_NPROC: Final = 512
 
 
-@dataclass(frozen=True)
-class Jail:
+class Jail(NamedTuple):
     """What one process sees and may use.
 
     Attributes:
@@ -89,7 +87,7 @@ def vmm(images: Sequence[tuple[str, str]], *, kvm: bool, memory_mib: int, disk: 
         limits=_limits(
             # The guest's memory, translated code, and what QEMU's threads reserve. Of that
             # little is used; the limit stops what runs away.
-            address_space=memory + (4 << 30),
+            address_space=memory + (2 << 30),
             file_size=max(disk, memory),
             open_files=1024,
         ),

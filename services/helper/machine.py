@@ -55,7 +55,8 @@ def command(qemu: str, profile: dict[str, Any], tsc_khz: int | None) -> list[str
     drives = [(name, f"{MACHINE_FILES}/{name}") for name in IMAGES if profile[name] is not None]
     drives.insert(1, ("data", "/dev/fdset/1"))
     for name, path in drives:
-        kind = "discard=unmap" if name == "data" else "readonly=on"
+        # On a full disk of the host the machine is paused, and nothing in it gets an error.
+        kind = "discard=unmap,werror=enospc" if name == "data" else "readonly=on"
         words += ["-drive", f"id={name},file={path},format=raw,if=none,{kind}"]
         words += ["-device", f"virtio-blk-device,drive={name},serial={name}"]
     words += ["-chardev", f"socket,id=vsock,fd={VHOST_FD}"]

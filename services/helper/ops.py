@@ -10,6 +10,7 @@ import base64
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import select
@@ -34,7 +35,8 @@ KILL_S: Final = 5.0  # for the shim to do it; then we do
 DEAD_S: Final = 10.0
 SETTLE_S: Final = 5.0  # for a shim that is ending
 PAGE: Final = 64
-_NEVER: Final = 1 << 63
+LIST_BYTES: Final = 48 << 10  # of states in one answer; a single one is always less
+START_FREE: Final = 4 << 20  # on the disk: what a start writes itself, and a guest at once
 
 
 class Mode(NamedTuple):
@@ -73,7 +75,7 @@ class Ops:
 
     Args:
         log: takes one line for people.
-        reap: told of each child that was started and lives on.
+        on_end: takes a pidfd, which then is its own, and what to do when that process is dead.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Ops:
         found: Places,
         *,
         log: Callable[[str], object],
-        reap: Callable[[subprocess.Popen[bytes]], object],
+        on_end: Callable[[int, Callable[[], None]], object],
     ) -> None:
         self._mode = mode
         self._places = found
@@ -90,7 +92,7 @@ class Ops:
         self._images_lock = threading.Lock()
         self._probe = Probe(mode.name, found)
         self._log = log
-        self._reap = reap
+        self._on_end = on_end
         self._locks: dict[str, _Turns] = {}
         self._locks_lock = threading.Lock()
         self.table: dict[str, Callable[[Args], Done]] = {
@@ -146,7 +148,8 @@ class Ops:
             size = disk.size(directory)
             if size is None:
                 raise Refused("precondition", "the instance has no data disk: partial")
-            lock = self._lock(directory)
+            self._refuse_too_much(directory, profile)
+            lock = self._lock(directory, SETTLE_S)
             if lock is None:
                 raise Refused("unavailable", "its last shim has not ended yet")
             try:
@@ -220,8 +223,15 @@ class Ops:
     def list_(self, args: Args) -> Done:
         after = args["after"] or ""
         names = [name for name in self._places.ids() if name > after]
-        states = [self._state(name) for name in names[:PAGE]]
-        return Done({"instances": states, "more": len(names) > PAGE})
+        states: list[dict[str, Any]] = []
+        room = LIST_BYTES
+        for name in names[:PAGE]:
+            state = self._state(name)
+            room -= len(json.dumps(state))
+            if states and room < 0:
+                break
+            states.append(state)
+        return Done({"instances": states, "more": len(names) > len(states)})
 
     def release(self, args: Args) -> Done:
         name = args["id"]
@@ -248,12 +258,26 @@ class Ops:
         for name in self._places.ids():
             try:
                 with self._alone(name), self._directories(name, missing_ok=True) as (d, room):
-                    if d >= 0:
-                        self._settled(name, d, room)
-            except (Refused, OSError) as error:
-                self._log(f"{name}: {error}")
+                    found = self._settled(name, d, room) if d >= 0 else None
+                    shim_proc = None if found is None else found.procs.get("shim")
+                    # One that we started just now is watched already.
+                    if found is not None and found.state == "running" and shim_proc is not None:
+                        handle = procs.handle(shim_proc)
+                        if handle is not None:
+                            self._on_end(handle, functools.partial(self._shim_ended, name))
+            except Refused as refused:
+                self._log(f"{name}: {refused}")
 
     # ------------------------------------------------------------------ parts
+
+    def _refuse_too_much(self, directory: int, profile: dict[str, Any]) -> None:
+        wanted = profile["memory_mib"] << 20
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if wanted > there:
+            raise Refused("exhausted", f"the host has {there >> 20} MiB of memory")
+        free = os.fstatvfs(directory)
+        if free.f_bavail * free.f_frsize < START_FREE:
+            raise Refused("exhausted", "the host's disk is full")
 
     def _refuse_living(self, directory: int, room: int) -> None:
         """A machine that runs is not released; what a crash left of one is ended first."""
@@ -290,7 +314,12 @@ class Ops:
             if found.state == "running" and found.lives("vmm"):
                 self._log(f"{name}: its shim is gone, another takes over")
                 order: Args = {"profile": None, "images": [], "disk_bytes": 0, "tsc_khz": None}
-                self._start_shim(name, found.launch_id, lock, directory, room, order)
+                try:
+                    self._start_shim(name, found.launch_id, lock, directory, room, order)
+                except Refused:
+                    if found.lives("vmm"):
+                        raise
+                    self._conclude(found, (directory, room), None)
             elif found.state in ("starting", "running"):
                 self._conclude(found, (directory, room), None)
         finally:
@@ -381,6 +410,8 @@ class Ops:
             child = subprocess.Popen(
                 [sys.executable, "-I", "-B", "-m", "agent_box.helper.shim"],
                 stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # not our log, whose reader it outlives
                 pass_fds=(lock, writer, directory, room),
                 env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"},
                 cwd="/",
@@ -399,13 +430,29 @@ class Ops:
         if said == b"":
             child.kill()
             child.wait()
-            raise Refused("launch_failed", "its shim ended at once; the helper's log has why")
+            found = record.read((directory, room))
+            if order["profile"] is not None and found and found.launch_id == launch_id:
+                self._conclude(found, (directory, room), None)
+            raise Refused("launch_failed", "its shim ended before it could say why")
         told = json.loads(said)
-        if told["ok"]:
-            self._reap(child)
-            return
-        child.wait()
-        raise Refused("launch_failed", told["error"])
+        if told["code"]:
+            child.wait()
+            raise Refused(told["code"], told["why"])
+
+        def ended() -> None:
+            child.wait()
+            self._shim_ended(name)
+
+        self._on_end(os.pidfd_open(child.pid), ended)
+
+    def _shim_ended(self, name: str) -> None:
+        """Mostly it ended as it should; when not, another one takes over."""
+        try:
+            with self._alone(name), self._directories(name, missing_ok=True) as (d, room):
+                if d >= 0:
+                    self._settled(name, d, room)
+        except Refused as refused:
+            self._log(f"{name}: {refused}")
 
     def _image_paths(self, profile: dict[str, Any]) -> list[dict[str, str]]:
         found = []
@@ -432,27 +479,29 @@ class Ops:
 
     def _state(self, name: str) -> dict[str, Any]:
         """As `contract.STATE`. Asks no process anything."""
-        directories: list[int] = []
-        size = None
-        try:
-            with contextlib.suppress(FileNotFoundError), self._places.instance(name) as directory:
-                size = disk.size(directory)
-                directories.append(os.dup(directory))
-            with contextlib.suppress(FileNotFoundError), self._places.room("shim", name) as room:
-                directories.append(os.dup(room))
+        size, problem = None, None
+        with contextlib.ExitStack() as stack:
+            directories: list[int] = []
+            try:
+                directories.append(stack.enter_context(self._places.instance(name)))
+                size = disk.size(directories[0])
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                problem = f"its directory is not usable: {error.strerror}"
+            with contextlib.suppress(OSError):
+                directories.append(stack.enter_context(self._places.room("shim", name)))
             found = record.read(directories)
-        finally:
-            link.close(directories)
         state: dict[str, Any] = {
             "id": name, "state": "allocated" if size is not None else "partial",
             "launch_id": None, "disk_bytes": size, "vmm": None, "shim": False, "device": False,
-            "worker": False, "restarts": 0, "exit": None, "error": None,
+            "worker": False, "restarts": 0, "exit": None, "error": problem,
         }  # fmt: skip
         if found is None:
             return state
         state |= {
             "launch_id": found.launch_id, "state": found.state, "restarts": found.restarts,
-            "exit": found.exit, "error": found.error, "shim": found.lives("shim"),
+            "exit": found.exit, "error": problem or found.error, "shim": found.lives("shim"),
             "device": found.lives("device"), "worker": found.lives("worker"),
         }  # fmt: skip
         vmm = found.procs.get("vmm")
@@ -511,11 +560,16 @@ class Ops:
             except FileNotFoundError:
                 if not missing_ok:
                     raise Refused("not_found", name) from None
-            if rooms and directory >= 0:
-                for role in self._places.roles.values():
-                    os.close(places.make(role, name))
-            with contextlib.suppress(FileNotFoundError), self._places.room("shim", name) as fd:
-                room = os.dup(fd)
+            except OSError as error:
+                raise _host(error, "the instance's directory is not usable") from error
+            try:
+                if rooms and directory >= 0:
+                    for role in self._places.roles.values():
+                        os.close(places.make(role, name))
+                with contextlib.suppress(FileNotFoundError), self._places.room("shim", name) as fd:
+                    room = os.dup(fd)
+            except OSError as error:
+                raise _host(error, "the room of its sockets is not usable") from error
             yield directory, room
         finally:
             link.close(fd for fd in (directory, room) if fd >= 0)

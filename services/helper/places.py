@@ -122,7 +122,7 @@ class Places:
         step = os.dup(self.state)
         try:
             for part in ("images", "blobs", "sha256"):
-                step, last = _open(part, step), step
+                step, last = _open(part, step, private=False), step
                 os.close(last)
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             fd = os.open(digest, flags, dir_fd=step)
@@ -147,10 +147,14 @@ def make(parent: int, name: str) -> int:
     return _open(name, parent)
 
 
-def _open(name: str, parent: int | None) -> int:
+def _open(name: str, parent: int | None, *, private: bool = True) -> int:
+    """Args:
+    private: nobody else may even read it; otherwise nobody else may write.
+    """
     fd = os.open(name, _DIRECTORY, dir_fd=parent)
     found = os.fstat(fd)
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    forbidden = 0o077 if private else 0o022
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & forbidden:
         os.close(fd)
         raise OSError(errno.EACCES, "not ours, or open to others", name)
     return fd

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from agent_box.helper import contract, wire
 from agent_box.helper.procs import Proc, alive, boot_id
@@ -35,21 +34,20 @@ _FIELDS: Final = contract.Struct(
 )
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """Immutable; each change is a new one with the next serial."""
 
     launch_id: str
     state: str
     boot_id: str
-    procs: dict[str, Proc | None] = field(default_factory=dict)
+    procs: dict[str, Proc | None]
     restarts: int = 0
     exit: dict[str, Any] | None = None
     error: str | None = None
     serial: int = 0
 
     def change(self, **fields: Any) -> Record:
-        return replace(self, serial=self.serial + 1, **fields)
+        return self._replace(serial=self.serial + 1, **fields)
 
     def lives(self, name: str) -> bool:
         return self.boot_id == boot_id() and alive(self.procs.get(name))
@@ -64,7 +62,7 @@ def write(directories: Iterable[int], record: Record) -> list[OSError]:
 
     A directory that was removed is no error: nobody asks for its copy.
     """
-    fields = asdict(record)
+    fields = record._asdict()
     fields["v"] = 1
     fields["procs"] = {
         name: None if (proc := record.procs.get(name)) is None else proc._asdict() for name in NAMES

@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import threading
 import time
 import traceback
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from agent_box.helper import contract, link, places, wire
+from agent_box.helper import contract, link, places, proof, wire
 from agent_box.helper.ops import Done, Ops
 from agent_box.helper.wire import Refused, Request, WireError
 
@@ -54,14 +53,14 @@ class Server:
         self._pool = ThreadPoolExecutor(WORKERS, "op")
         self._connections: set[_Connection] = set()
         self._lock = threading.Lock()
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._ends: dict[int, Callable[[], None]] = {}
         self._wake_reader, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._ended = False
 
-    def reap(self, child: subprocess.Popen[bytes]) -> None:
-        """Waits for a child when it ends, so that it does not stay behind as a zombie."""
+    def on_end(self, pidfd: int, do: Callable[[], None]) -> None:
+        """Does something when a process is dead; closes the pidfd."""
         with self._lock:
-            self._children[os.pidfd_open(child.pid)] = child
+            self._ends[pidfd] = do
         self._turn()
 
     def serve(self, ops: Ops, lifeline: int | None) -> None:
@@ -80,7 +79,7 @@ class Server:
             if lifeline is not None:
                 poll.register(lifeline, select.POLLHUP)
             with self._lock:
-                for fd in self._children:
+                for fd in self._ends:
                     poll.register(fd, select.POLLIN)
             for fd, events in poll.poll():
                 if fd == self._listener.fileno():
@@ -90,7 +89,7 @@ class Server:
                 elif fd == lifeline:
                     self._ended = bool(events & (select.POLLHUP | select.POLLERR)) or self._ended
                 else:
-                    self._reaped(fd)
+                    self._dead(fd)
         self._close()
 
     def _turn(self) -> None:
@@ -99,11 +98,11 @@ class Server:
         except BlockingIOError:
             pass  # it is being woken already
 
-    def _reaped(self, fd: int) -> None:
+    def _dead(self, fd: int) -> None:
         with self._lock:
-            child = self._children.pop(fd)
-        child.wait()
+            do = self._ends.pop(fd)
         os.close(fd)
+        self.submit(do)
 
     def _accept(self, ops: Ops) -> None:
         try:
@@ -139,17 +138,25 @@ class Server:
         WireError: the other is not the engine.
         OSError: it went away, or took too long.
         """
-        side = wire.HelperSide(self._key, secrets.token_bytes(wire.CHALLENGE_BYTES))
+        side = proof.HelperSide(self._key, secrets.token_bytes(proof.CHALLENGE_BYTES))
         _timeouts(sock, PROOF_S, SEND_S)
         link.send(sock, side.hello())
-        proof, _ = link.receive(sock)
-        if not proof:
+        said, _ = link.receive(sock)
+        if not said:
             raise ConnectionResetError("it went away")
-        link.send(sock, side.welcome(proof))
+        link.send(sock, side.welcome(said))
         _timeouts(sock, 0, SEND_S)
 
     def submit(self, work: Callable[[], None]) -> None:
-        self._pool.submit(work)
+        """Does it in another thread. What it raises is a defect, and goes to the log."""
+
+        def do() -> None:
+            try:
+                work()
+            except Exception:  # noqa: BLE001 - the border of this thread
+                self._log(f"defect in a thread: {traceback.format_exc()}")
+
+        self._pool.submit(do)
 
     def gone(self, connection: _Connection) -> None:
         with self._lock:

@@ -17,6 +17,7 @@ lost.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -25,7 +26,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -75,7 +75,15 @@ _ORDER: Final = contract.Struct(
 
 
 class LaunchError(Exception):
-    """A process of the machine did not come up. One line for a person."""
+    """A process of the machine did not come up. One line for a person.
+
+    Args:
+        code: of the contract.
+    """
+
+    def __init__(self, why: str, code: str = "launch_failed") -> None:
+        super().__init__(why)
+        self.code = code
 
 
 class Started(NamedTuple):
@@ -102,7 +110,7 @@ class Shim:
         self._order = order
         self._note: int | None = order["note"]
         self._directories = (order["instance"], order["room"])
-        self._record = Record(order["launch_id"], "starting", procs.boot_id())
+        self._record = Record(order["launch_id"], "starting", procs.boot_id(), {})
         self._poll = select.poll()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._started: dict[str, Started] = {}
@@ -365,13 +373,13 @@ class Shim:
             return found.si_status, None
         return None, found.si_status
 
-    def abandon(self, why: str) -> None:
+    def abandon(self, why: str, code: str) -> None:
         """The launch failed: all that was started is killed, and that is written down."""
         self._drain()
         names = [name for name in record.NAMES if name != "shim"]
         procs.end([self._record.procs.get(name) for name in names], DEAD_S)
         self._set(state="failed", error=why)
-        self._tell({"ok": False, "error": why})
+        self._tell(code, why)
 
     def _end_jails(self) -> None:
         outer = [s.outer for s in self._started.values()]
@@ -495,7 +503,9 @@ class Shim:
         self._record = self._record.change(**fields)
         problems = record.write(self._directories, self._record)
         if problems and self._record.state == "starting":
-            raise LaunchError(f"the state cannot be written: {problems[0].strerror}")
+            full = problems[0].errno in (errno.ENOSPC, errno.EDQUOT)
+            why = f"the state cannot be written: {problems[0].strerror}"
+            raise LaunchError(why, "exhausted" if full else "launch_failed")
         if self._record.state in ("running", "exited"):
             for fd in list(self._watchers):
                 try:
@@ -507,13 +517,23 @@ class Shim:
                     os.close(fd)
 
     def running(self) -> None:
-        self._tell({"ok": True, "error": ""})
+        self._tell("", "")
 
-    def _tell(self, said: dict[str, Any]) -> None:
+    def leave(self, code: str, why: str) -> None:
+        """There was nothing to adopt, and nothing is changed."""
+        self._tell(code, why)
+
+    def note(self, text: str) -> None:
+        """Into the log of the machine's programs."""
+        if self._messages is not None:
+            self._messages.write(text.encode())
+
+    def _tell(self, code: str, why: str) -> None:
+        """Once: how it went; without a code well."""
         if self._note is None:
             return
         try:
-            os.write(self._note, json.dumps(said).encode() + b"\n")
+            os.write(self._note, json.dumps({"code": code, "why": why}).encode() + b"\n")
         except BrokenPipeError:
             pass  # the helper is gone; the next one finds the record
         os.close(self._note)
@@ -548,15 +568,20 @@ def main() -> int:
         else:
             shim.launch()
     except (LaunchError, OSError, ValueError) as error:
+        code = error.code if isinstance(error, LaunchError) else "launch_failed"
+        why = wire.line(str(error))
         if order["adopt"]:
-            print(f"nothing to adopt: {error}", file=sys.stderr)
-            return 1
-        shim.abandon(wire.line(str(error)))
+            shim.leave(code, why)
+        else:
+            shim.abandon(why, code)
         return 1
-    except BaseException:
-        shim.abandon("internal error")
-        traceback.print_exc()
-        raise
+    except Exception:  # noqa: BLE001 - the border: a defect ends in the machine's messages
+        import traceback
+
+        shim.note(traceback.format_exc())
+        if not order["adopt"]:
+            shim.abandon("a defect; the machine's messages tell", "internal")
+        return 1
     shim.running()
     shim.live()
     return 0

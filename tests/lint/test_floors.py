@@ -33,7 +33,9 @@ WINDOWS: dict[str, set[str]] = {
         *("store.rules", "store.seal", "store.custody", "store.files", "store.keepers"),
     },
     # speaks with the helper, in the helper's own words
-    "agent_box.engine.helper": {"helper.contract", "helper.link", "helper.wire"},
+    "agent_box.engine.helper": {
+        *("helper.contract", "helper.link", "helper.proof", "helper.wire"),
+    },
     # lays everything out before the services start: keys, and whether the config is one
     "agent_box.process.daemon": {"bus", "config"},
     # builds walls from contracts, so it has to know their words

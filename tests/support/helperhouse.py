@@ -1,7 +1,6 @@
 """A helper in a directory of its own, and a client that is not the engine's but speaks as it.
 
-Machines need an image: a directory that `AGENT_BOX_TEST_MACHINE` names, with the files kernel,
-initramfs and variant. Tests that boot are skipped without.
+Its machines boot a kernel of a few bytes; so they need no image, and are there at once.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from support import procs, tinykernel
 from support.until import until
 
-from agent_box.helper import link, wire
-
-MACHINE = os.environ.get("AGENT_BOX_TEST_MACHINE", "")
+from agent_box.helper import link, proof, wire
 
 
 class Client:
@@ -32,7 +30,7 @@ class Client:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(seconds)
         self.sock.connect(str(sock))
-        side = wire.EngineSide(key, secrets.token_bytes(32))
+        side = proof.EngineSide(key, secrets.token_bytes(32))
         link.send(self.sock, side.proof(link.receive(self.sock)[0]))
         side.accept(link.receive(self.sock)[0])
         self._next = 0
@@ -136,22 +134,48 @@ class HelperHouse:
         (self.blobs / digest).write_bytes(data)
         return digest
 
-    def add_file(self, path: Path) -> str:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        try:
-            os.link(path, self.blobs / digest)
-        except OSError:
-            shutil.copyfile(path, self.blobs / digest)
-        return digest
-
-    def profile(self, **more: Any) -> dict[str, Any]:
-        """Of the machine that the environment names."""
-        found = {n: self.add_file(Path(MACHINE) / n) for n in ("kernel", "initramfs", "variant")}
+    def profile(self, does: bytes = tinykernel.IDLE, **more: Any) -> dict[str, Any]:
+        """Of a machine with a tiny kernel."""
         return {
-            "engine": "qemu", "accel": "tcg", "cpus": 1, "memory_mib": 256, "harness": None,
-            "guest": self.add(b"guest" * 1024), **found, **more,
+            "engine": "qemu", "accel": "tcg", "cpus": 1, "memory_mib": 64, "harness": None,
+            "kernel": self.add(tinykernel.kernel(does)), "initramfs": self.add(b"initramfs"),
+            "variant": self.add(b"variant" * 1024), "guest": self.add(b"guest" * 1024), **more,
         }  # fmt: skip
+
+    def machine(self, client: Client, **more: Any) -> tuple[str, str]:
+        """A machine that runs: its id and launch."""
+        name, launch = fresh(), fresh()
+        client.ask("allocate", id=name, disk_bytes=64 << 20)
+        client.ask("launch", id=name, launch_id=launch, profile=self.profile(**more))
+        return name, launch
+
+    def look(self, client: Client, name: str) -> dict[str, Any]:
+        found = client.ask("list", after=None)["instances"]
+        return next(state for state in found if state["id"] == name)
+
+    def leftovers(self) -> list[str]:
+        """Living processes that name this place, the helper apart; and files of instances."""
+        mine = self.process.pid if self.process is not None else 0
+        found = [" ".join(procs.cmdline(pid)[:12]) for pid in self.processes() if pid != mine]
+        for directory in (self.state / "instances", *(self.runtime / "vm").iterdir()):
+            found += [str(path) for path in directory.rglob("*")]
+        return found
+
+    def processes(self) -> list[int]:
+        """Every process that has a directory of ours open, or names one, but this one."""
+        found = set(procs.with_word(str(self.root)))
+        for pid in procs.all_pids():
+            if pid == os.getpid():
+                continue
+            try:
+                names = [
+                    os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")
+                ]
+            except OSError:
+                continue
+            if any(name.startswith(str(self.root)) for name in names):
+                found.add(pid)
+        return sorted(found)
 
     def close(self) -> None:
         if self.process is None or self.process.poll() is not None:
