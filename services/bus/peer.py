@@ -12,7 +12,7 @@ A call is sent only when UP, marked with the epoch of the process it is meant fo
 - a reply of that epoch ends it; one of another epoch counts as the loss of the line;
 - `stale` and `away` say that it was not begun: it is sent again, whatever its kind;
 - when the line is lost, READ and IDEMPOTENT are sent again, and ONCE becomes a question
-  for its outcome; a stream ends;
+  for its outcome; a stream ends; a `drain` has come true when another process answers;
 - each sending has an id of its own, so the answer to an earlier one ends nothing.
 """
 
@@ -25,7 +25,7 @@ from typing import Final
 
 from agent_box.bus import base, wire
 from agent_box.bus.errors import Code, Reason, Refusal
-from agent_box.bus.schema import Kind, Method, Stream, Wire
+from agent_box.bus.schema import Empty, Kind, Method, Stream, Wire
 
 IN_FLIGHT_MAX: Final = 64  # calls sent and not answered
 WAITING_MAX: Final = 4_096  # calls not yet sent
@@ -35,6 +35,7 @@ Frames = list[bytes]
 Send = Callable[[Frames], bool]  # False: no room now, try again
 
 _OUTCOME: Final = next(m for m in base.METHODS if m.name == "outcome")
+_DRAIN: Final = next(m for m in base.METHODS if m.name == "drain")
 _BASE: Final = frozenset(m.name for m in base.METHODS)
 
 
@@ -49,6 +50,7 @@ class Pending:
 
     Attributes:
         deadline: CLOCK_BOOTTIME, nanoseconds.
+        epoch: of the process that it was last meant for.
         sent: whether it may have been begun: it left, and nobody said that it was not begun.
         asking: whether its outcome is asked for instead of sending it.
     """
@@ -58,6 +60,7 @@ class Pending:
         "body",
         "deadline",
         "done",
+        "epoch",
         "error",
         "finish",
         "id",
@@ -82,6 +85,7 @@ class Pending:
         self.request_id = request_id
         self.finish = finish
         self.id: int | None = None  # of the sending that is in flight
+        self.epoch: bytes | None = None
         self.sent = False
         self.lost = False
         self.asking = False
@@ -361,11 +365,15 @@ class Peer:
                 return
             if self.away and not pending.asking and pending.method.name not in _BASE:
                 continue
+            if pending.method is _DRAIN and pending.epoch not in (None, self.epoch):
+                self._end(pending, Empty(), None)  # and the next process is not to end as well
+                continue
             id = self._id()
             if not send(self._sending(pending, id, self.epoch)):
                 self.blocked = True
                 return
             pending.id = id
+            pending.epoch = self.epoch
             pending.sent = True
             del self._waiting[pending]
             self._in_flight[id] = pending

@@ -38,7 +38,7 @@ WINDOWS_PER_PEER: Final = 256  # sum of the windows of one connection's streams
 BATCH: Final = 64  # messages read before other tasks get their turn
 FLUSH_MS: Final = 250  # for the last replies when the process ends
 _PROBES_S: Final = (0.0, 0.05, 0.5)  # after somebody left: who was it?
-_GARBAGE_LOG_S: Final = 10.0
+_WARN_S: Final = 10.0
 
 _EMPTY: Final = wire.encode_body(Empty())
 
@@ -284,8 +284,8 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._again = False  # a round of reading is due, or is this one
         self._probing: list[asyncio.TimerHandle] = []
-        self._garbage_logged = 0.0
-        self.gate = Gate(public_keys)
+        self._warned: dict[str, tuple[float, int]] = {}  # event: when, and how often since
+        self.gate = Gate(public_keys, lambda why: self._warn("handshake refused", why=why))
         self._router = self.gate.socket(
             zmq.ROUTER, f"agent-box/{self.service}", secret, frozenset(public_keys)
         )
@@ -466,10 +466,18 @@ class Server:
 
     def _drop(self, why: str) -> None:
         self.dropped += 1
+        self._warn("dropped what is no message", why=why)
+
+    def _warn(self, event: str, **fields: str) -> None:
+        """Warns, but of each thing only now and then: nobody fills the disk by being refused."""
         now = time.monotonic()
-        if now - self._garbage_logged >= _GARBAGE_LOG_S:
-            self._garbage_logged = now
-            self._log.warning("dropped what is no message", why=why, dropped=self.dropped)
+        key = f"{event} {fields}" if event == "denied" else event
+        last, missed = self._warned.get(key, (-_WARN_S, 0))
+        if now - last < _WARN_S:
+            self._warned[key] = (last, missed + 1)
+            return
+        self._warned[key] = (now, 0)
+        self._log.warning(event, **fields, not_logged=missed)
 
     def _message(self, peer: bytes, role: str, untrusted_frames: list[bytes]) -> None:
         header, untrusted_body = wire.decode_from_caller(untrusted_frames)
@@ -782,7 +790,7 @@ class Server:
         return Refusal(Reason.BAD_REQUEST, f"{self.service} has no method {untrusted_name!r}")
 
     def _denied(self, role: str, method: str) -> Refusal:
-        self._log.warning("denied", caller=role, method=method)
+        self._warn("denied", caller=role, method=method)
         return Refusal(Reason.DENIED, f"{role} may not call {self.service}.{method}")
 
     @staticmethod

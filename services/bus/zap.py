@@ -10,7 +10,7 @@ The handler runs in the loop of the service, on the raw socket: nothing can canc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import zmq
@@ -29,14 +29,20 @@ class Gate:
 
     Args:
         public_keys: Z85 keys of 40 bytes by role.
+        on_refused: is told of each handshake that is refused, and why.
     """
 
-    def __init__(self, public_keys: Mapping[str, bytes]) -> None:
+    def __init__(
+        self,
+        public_keys: Mapping[str, bytes],
+        on_refused: Callable[[str], None] = lambda why: None,
+    ) -> None:
         self._roles = {z85.decode(key): role for role, key in public_keys.items()}
         if len(self._roles) != len(public_keys):
             raise ValueError("two roles have the same key")
         self._domains: dict[bytes, frozenset[str]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_refused = on_refused
         self.refused = 0  # handshakes
         self.context = zmq.Context()
         self._socket = self.context.socket(zmq.REP)
@@ -99,9 +105,12 @@ class Gate:
     def _answer(self, untrusted: list[bytes]) -> list[bytes]:
         # version, request id, domain, address, routing id, mechanism, then CURVE's one: the key
         request_id = untrusted[1] if len(untrusted) > 1 else b""
+        why = "not CURVE"
         if len(untrusted) == 7 and untrusted[0] == b"1.0" and untrusted[5] == b"CURVE":
             role = self._roles.get(untrusted[6])
             if role is not None and role in self._domains.get(untrusted[2], frozenset()):
                 return [b"1.0", request_id, b"200", b"OK", role.encode(), b""]
+            why = "an unknown key" if role is None else f"{role} is not admitted here"
         self.refused += 1
+        self._on_refused(why)
         return [b"1.0", request_id, b"400", b"not admitted", b"", b""]

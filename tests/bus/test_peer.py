@@ -347,6 +347,21 @@ def test_a_refused_key_ends_all_calls() -> None:
     assert made.idle()
 
 
+def test_a_drain_does_not_drain_the_next_process_as_well() -> None:
+    made, sent = up(1)
+    pending, _ = submit(made, "drain", Empty(), sent)
+    for life, over in ((1, False), (2, True)):
+        made.disconnected()
+        made.connected()
+        made.pump(lambda f: sent.append(f) is None)
+        greet, _ = wire.decode_from_caller(sent[-1])
+        made.received(pack(wire.Welcome(version=1, id=greet.id, epoch=bytes(15) + bytes([life]))))
+        before = len(sent)
+        made.pump(lambda f: sent.append(f) is None)
+        assert pending.done is over and len(sent) - before == (not over)
+    assert pending.result == Empty() and made.idle()
+
+
 # Streams.
 
 

@@ -326,6 +326,19 @@ def test_the_handler_refuses_what_it_does_not_know(request_: list[bytes]) -> Non
         gate.close()
 
 
+def test_a_refused_handshake_is_logged_now_and_then_without_the_key(place: Place) -> None:
+    log = MemoryLog()
+    server = make_server(Toy(place.database), place.sock, place.keys, log)
+    try:
+        for _ in range(50):
+            server.gate._answer([b"1.0", b"1", b"agent-box/engine", b"", b"", b"CURVE", b"k" * 32])
+        (line,) = log.lines
+        assert line["event"] == "handshake refused" and "kkk" not in str(line)
+        assert server.gate.refused == 50
+    finally:
+        asyncio.run(server.close())
+
+
 def test_every_server_socket_has_a_handler_a_domain_and_short_patience(place: Place) -> None:
     server = make_server(Toy(place.database), place.sock, place.keys, MemoryLog())
     try:
