@@ -15,6 +15,7 @@ from agent_box.config import values
 
 if TYPE_CHECKING:
     from agent_box.config.egress import Target
+    from agent_box.engine.image.reference import Reference
 
 DEFAULT_DETACH_KEYS: Final = "ctrl-p,ctrl-q"
 SOURCES: Final = ("host-observed", "guest-channel", "agent-reported")
@@ -33,6 +34,13 @@ class Place(NamedTuple):
 
     name: str
     path: str | None
+
+
+class ImageSource(NamedTuple):
+    """What `image pull` is asked for: a variant by its name, or a published image."""
+
+    name: str | None
+    reference: Reference | None
 
 
 class Forward(NamedTuple):
@@ -100,6 +108,15 @@ def place(untrusted: str) -> Place:
     if not path.startswith("/") or len(path) > 4096 or not path.isprintable():
         raise ValueError("NAME or NAME:/path with an absolute path in the guest")
     return Place(who, path)
+
+
+def image(untrusted: str) -> ImageSource:
+    """A variant, or HOST[:PORT]/REPOSITORY@sha256:DIGEST."""
+    if "/" not in untrusted:
+        return ImageSource(values.name(untrusted), None)
+    from agent_box.engine.image import reference
+
+    return ImageSource(None, reference.parse(untrusted))
 
 
 def forward(untrusted: str) -> Forward:

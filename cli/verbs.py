@@ -499,23 +499,50 @@ VERBS: Final[tuple[Verb, ...]] = (
         "image pull",
         IMAGES,
         "Downloads and verifies images.",
-        (VARIANTS,),
-        entry="image",
-        detail="Without a variant: the one of the default profile.",
+        (
+            positional(
+                "IMAGE",
+                values.image,
+                "a variant, or HOST/REPOSITORY@sha256:DIGEST",
+                dest="sources",
+                optional=True,
+                many=True,
+            ),
+        ),
+        body="images:pull",
+        detail=(
+            "Without an image: the variant of the default profile. A variant is pulled from "
+            "where `pull` in its file says. Its publisher's key must be in the directory "
+            "image-keys beside the config file."
+        ),
     ),
     Verb(
         "image build",
         IMAGES,
         "Builds an image from Debian packages.",
         (
-            positional("VARIANT", values.name, "else base", optional=True),
+            positional(
+                "VARIANT", values.name, "else base", dest="variants", optional=True, many=True
+            ),
+            option("--mirror", "URL", values.line, "instead of the mirrors of this host's apt"),
+            switch("--guest", "only the drive with agent-box's own code, of images that exist"),
             option("--harness", "NAME", values.name, "also the layer of this harness"),
         ),
-        entry="image",
+        body="images:build",
+        detail=(
+            "Variants are base, python, node, rust, and the files variants/NAME.toml beside the "
+            "config file."
+        ),
     ),
-    Verb("image list", IMAGES, "The cached images and who uses them.", entry="image"),
-    Verb("image verify", IMAGES, "Hashes the cache again.", (VARIANTS,), entry="image"),
-    Verb("image gc", IMAGES, "Removes images that no instance records.", entry="image"),
+    Verb("image list", IMAGES, "The cached images and who uses them.", body="images:list_images"),
+    Verb(
+        "image verify",
+        IMAGES,
+        "Hashes the cache again; removes what is corrupt.",
+        (VARIANTS,),
+        body="images:verify",
+    ),
+    Verb("image gc", IMAGES, "Removes images that no instance records.", body="images:gc"),
     # -- host
     Verb(
         "setup",

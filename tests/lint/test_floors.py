@@ -36,6 +36,9 @@ WINDOWS: dict[str, set[str]] = {
     "agent_box.engine.helper": {
         *("helper.contract", "helper.link", "helper.proof", "helper.wire"),
     },
+    # builds, fetches and judges images in the operator's own process, never in a service
+    "agent_box.cli.images": {"engine.image"},
+    "agent_box.cli.values": {"engine.image"},
     # lays everything out before the services start: keys, and whether the config is one
     "agent_box.process.daemon": {"bus", "config"},
     # builds walls from contracts, so it has to know their words

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import msgspec
 
@@ -61,10 +61,15 @@ def hash_file(path: Path) -> Part:
         OSError: it cannot be read, or is a link.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", 0) as file:
-        state, size = hashlib.sha256(), 0
-        while piece := file.read(_CHUNK):
-            state.update(piece)
-            size += len(piece)
+        return hash_open(file)
+
+
+def hash_open(file: IO[bytes]) -> Part:
+    """The same for the rest of an open file."""
+    state, size = hashlib.sha256(), 0
+    while piece := file.read(_CHUNK):
+        state.update(piece)
+        size += len(piece)
     return Part(state.hexdigest(), size)
 
 
@@ -134,8 +139,12 @@ def held(paths: Paths) -> Iterator[str]:
 
 
 @contextmanager
-def locked(paths: Paths) -> Iterator[None]:
+def locked(paths: Paths, *, shared: bool = False) -> Iterator[None]:
     """Nobody else publishes or removes images meanwhile. Waits for its turn.
+
+    Args:
+        shared: for who only relies on what is there, e.g. until a record names it; then
+            others of that kind may go on beside.
 
     Raises:
         OSError: the lock cannot be made.
@@ -143,7 +152,7 @@ def locked(paths: Paths) -> Iterator[None]:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(paths.images / "lock", flags, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

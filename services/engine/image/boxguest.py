@@ -49,3 +49,4 @@ def pack(compiled: Path, drive: Path) -> None:
                 about.external_attr = 0o100644 << 16
                 archive.writestr(about, file.read_bytes())
     (drive / NAME).chmod(0o444)
+    drive.chmod(0o755)

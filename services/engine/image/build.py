@@ -20,10 +20,10 @@ from typing import IO, Final
 
 import msgspec
 
-from agent_box.bus.errors import Reason, Refusal
 from agent_box.engine.image import archive, blobs, boxguest, debian, initramfs
 from agent_box.engine.image.blobs import OWN_NAMESPACE
 from agent_box.engine.image.definition import Definition
+from agent_box.engine.image.errors import BuildFailed
 from agent_box.engine.image.manifest import (
     SCHEMA,
     Checked,
@@ -48,8 +48,9 @@ APT: Final = (
     'APT::Install-Recommends "false"',
     'APT::Get::AllowUnauthenticated "false"',
 )
-# Man pages, translations and documents but for licences are left out of an image.
-LEFT_OUT: Final = (
+# Man pages, translations and documents, but for licences, are left out of an image.
+DPKG: Final = (
+    "force-unsafe-io",  # a tree that is thrown away at a crash need not be synced
     "path-exclude=/usr/share/man/*",
     "path-exclude=/usr/share/locale/*",
     "path-exclude=/usr/share/info/*",
@@ -75,14 +76,6 @@ dpkg-deb -W --showformat '${Package} ${Version} ${Architecture}\\n' busybox.deb 
 FETCHED: Final = ("kernel.deb", "busybox.deb", "list")
 
 Tell = Callable[[str], None]
-
-
-class BuildFailed(Refusal):
-    """A step failed. The line has the words of the program; exit 1."""
-
-    def __init__(self, step: str, said: str, log: Path | None = None) -> None:
-        more = f"; all of it is in {log}" if log is not None else ""
-        super().__init__(Reason.EXHAUSTED, f"{step}: {said}{more}")
 
 
 @dataclass(frozen=True)
@@ -213,6 +206,8 @@ def refresh(paths: Paths, variant: str, *, tell: Tell) -> Built:
 
 
 def _publish(paths: Paths, manifest: Manifest, phases: dict[str, float]) -> Built:
+    for part in manifest.parts.values():
+        os.stat(paths.blob(part.sha256))  # nobody has taken it away meanwhile
     signed = Signed(manifest=manifest, signatures=[sign(manifest, local_key(paths))])
     before = current(paths).get(manifest.name)
     after = store(paths, signed)
@@ -232,10 +227,10 @@ def _steps() -> Iterator[None]:
     try:
         yield
     except archive.ArchiveError as error:
-        raise BuildFailed("kernel", str(error)) from None
+        raise _failed("kernel", str(error)) from None
     except OSError as error:
         what = f" {error.filename}" if error.filename else ""
-        raise BuildFailed("disk", f"{(error.strerror or 'failed').lower()}{what}") from None
+        raise _failed("disk", f"{(error.strerror or 'failed').lower()}{what}") from None
 
 
 def _packages(
@@ -251,7 +246,7 @@ def _packages(
         *("mmdebstrap", "--mode=unshare", "--variant=minbase", "--format=tar"),
         f"--include={','.join(definition.packages)}",
         *(f"--aptopt={option}" for option in (*APT, *where.options)),
-        *(f"--dpkgopt={option}" for option in LEFT_OUT),
+        *(f"--dpkgopt={option}" for option in DPKG),
         f"--customize-hook={FETCH}",
         *(f"--customize-hook=download /fetched/{name} {name}" for name in FETCHED),
         '--customize-hook=rm -rf "$1/fetched"',
@@ -280,7 +275,7 @@ def _packages(
             process.wait()
             raise
     if status != 0:
-        raise BuildFailed("packages", said or f"mmdebstrap ended with {status}", log)
+        raise _failed("packages", said or f"mmdebstrap ended with {status}", log)
 
 
 def _relay(source: IO[str], log: IO[str], tell: Tell, secrets: Sequence[str]) -> str:
@@ -339,7 +334,7 @@ def _inside(**job: object) -> None:
         check=False,
     )
     if done.returncode != 0:
-        raise BuildFailed("drives", _last(done.stderr))
+        raise _failed("drives", _last(done.stderr))
 
 
 def _guest_drive(work: Path) -> None:
@@ -359,7 +354,12 @@ def _run(*command: str) -> None:
         check=False,
     )
     if done.returncode != 0:
-        raise BuildFailed(command[0], _last(done.stderr))
+        raise _failed(command[0], _last(done.stderr))
+
+
+def _failed(step: str, said: str, log: Path | None = None) -> BuildFailed:
+    more = f"; all of it is in {log}" if log is not None else ""
+    return BuildFailed(f"{step}: {said}{more}")
 
 
 def _last(text: str) -> str:

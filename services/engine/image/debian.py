@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from agent_box.bus.errors import Reason, Refusal
+from agent_box.engine.image.errors import BadMirror, HostUnfit
 
 # Debian's own names: whether a repository of the host is Debian's is told by what it serves.
 CODENAMES: Final = frozenset(
@@ -43,13 +43,6 @@ FETCHING: Final = re.compile(
     r"Acquire::(?:(?:http|https|ftp)::|Check-Date|Check-Valid-Until|Max-ValidTime|Retries"
     r"|ForceIPv[46]|By-Hash|EnableSrvRecords)"
 )
-
-
-class HostUnfit(Refusal):
-    """The host cannot build. One line that names the fix; exit 4."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(Reason.WRONG_STATE, message)
 
 
 @dataclass(frozen=True)
@@ -176,15 +169,15 @@ def repositories(suite: str, mirror: str | None) -> Repositories:
             updates come only if that mirror has them in its point releases.
 
     Raises:
-        Refusal: the URL is none.
+        BadMirror: the URL is none.
     """
     options = tuple(_options())
     if mirror is not None:
         parts = urlsplit(mirror)
         if parts.scheme not in ("http", "https", "file") or not mirror.isprintable():
-            raise Refusal(Reason.BAD_REQUEST, "the mirror must be an http, https or file URL")
+            raise BadMirror("the mirror must be an http, https or file URL")
         if any(c in mirror for c in ' []"'):
-            raise Refusal(Reason.BAD_REQUEST, "the mirror's URL must have no spaces or brackets")
+            raise BadMirror("the mirror's URL must have no spaces or brackets")
         lines = [_line(mirror, s, "") for s in (suite, f"{suite}-updates")]
         return Repositories(tuple(lines), options, tuple(_secrets([mirror], options)))
     main: dict[str, str] = {}

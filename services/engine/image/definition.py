@@ -11,14 +11,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from agent_box.bus.errors import Reason, Refusal
 from agent_box.config.values import name as variant_name
+from agent_box.engine.image import reference
+from agent_box.engine.image.errors import DefinitionError, UnknownVariant
 
 SIZE_MAX: Final = 1 << 16  # bytes of a file
 DEPTH_MAX: Final = 8  # of `extends`
 SUITES: Final = ("trixie",)  # what the kernel, the guest and the tests were made for
 PACKAGE: Final = re.compile(r"[a-z0-9][a-z0-9+.-]{1,127}")  # Debian policy 5.6.1
-KEYS: Final = ("description", "suite", "packages", "extends")
+KEYS: Final = ("description", "suite", "packages", "extends", "pull")
 
 
 @dataclass(frozen=True)
@@ -27,21 +28,15 @@ class Definition:
 
     name: str
     description: str
-    suite: str
+    suite: str  # empty when it can only be pulled
     packages: tuple[str, ...]  # sorted, each once
+    pull: str | None  # where `image pull` finds it: HOST/REPOSITORY@sha256:DIGEST
 
     @property
     def sha256(self) -> str:
         """Of what decides the content: the description does not."""
         content = json.dumps([self.name, self.suite, list(self.packages)], separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()
-
-
-class DefinitionError(Refusal):
-    """A variant's file cannot be used. One line that names the file and the key; exit 2."""
-
-    def __init__(self, source: str, message: str) -> None:
-        super().__init__(Reason.CONFIG_INVALID, f"{source}: {message}")
 
 
 def shipped() -> list[str]:
@@ -65,7 +60,7 @@ def load(name: str, config_dir: Path | None) -> Definition:
 
     Raises:
         DefinitionError: its file cannot be used.
-        Refusal: not found; nobody defines it.
+        UnknownVariant: nobody defines it.
     """
     chain = [_one(variant_name(name), config_dir, own_first=True)]
     while (above := chain[-1].extends) is not None:
@@ -73,11 +68,12 @@ def load(name: str, config_dir: Path | None) -> Definition:
             raise DefinitionError(chain[0].source, "extends leads in a circle")
         # base may extend our base: a copy need not repeat what it only adds to
         chain.append(_one(above, config_dir, own_first=above != chain[-1].name))
+    pull = chain[0].pull
     suite = next((each.suite for each in chain if each.suite is not None), None)
-    if suite is None:
+    if suite is None and pull is None:
         raise DefinitionError(chain[-1].source, "suite is missing")
     packages = sorted({package for each in chain for package in each.packages})
-    return Definition(name, chain[0].description, suite, tuple(packages))
+    return Definition(name, chain[0].description, suite or "", tuple(packages), pull)
 
 
 @dataclass(frozen=True)
@@ -88,6 +84,7 @@ class _File:
     suite: str | None
     packages: tuple[str, ...]
     extends: str | None
+    pull: str | None
 
 
 def _one(name: str, config_dir: Path | None, *, own_first: bool) -> _File:
@@ -103,7 +100,7 @@ def _one(name: str, config_dir: Path | None, *, own_first: bool) -> _File:
         packed = resources.files("agent_box.engine.image.variants") / f"{name}.toml"
         return _parse(name, packed.read_bytes(), f"{name}.toml")
     known = ", ".join(sorted({*shipped(), *own(config_dir)}))
-    raise Refusal(Reason.NOT_FOUND, f"no image variant is named {name}; there are {known}")
+    raise UnknownVariant(f"no image variant is named {name}; there are {known}")
 
 
 def _parse(name: str, untrusted: bytes, source: str) -> _File:
@@ -134,4 +131,10 @@ def _parse(name: str, untrusted: bytes, source: str) -> _File:
             variant_name(extends if isinstance(extends, str) else "")
         except ValueError:
             raise DefinitionError(source, "extends must be the name of a variant") from None
-    return _File(source, name, description, suite, tuple(packages), extends)
+    pull = table.get("pull")
+    if pull is not None:
+        try:
+            reference.parse(pull if isinstance(pull, str) else "")
+        except ValueError as error:
+            raise DefinitionError(source, f"pull must be {error}") from None
+    return _File(source, name, description, suite, tuple(packages), extends, pull)

@@ -55,6 +55,7 @@ class JobError(Exception):
 
 def main() -> None:
     job = json.loads(sys.stdin.read())
+    os.umask(0o022)  # whatever the operator's is: what is made here goes into the image
     try:
         root = Path(job["directory"])
         if job["tar"] is not None:

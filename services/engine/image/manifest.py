@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -298,7 +299,11 @@ def find(paths: Paths, variant: str) -> Manifest:
 
 
 class Checked:
-    """Remembers which blobs this process has hashed, and that they were not touched since."""
+    """Remembers which blobs this process has hashed, and that they were not touched since.
+
+    What writes to a file changes its ctime, which only the kernel sets; so this is as good as
+    hashing each time, unless the disk itself lies.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, ...]] = {}
@@ -306,33 +311,41 @@ class Checked:
     def check(self, paths: Paths, manifest: Manifest) -> None:
         """Hashes each file of an image that was not hashed before, or was written since.
 
-        What writes to a file changes its ctime, which only the kernel sets; so this is as
-        good as hashing each time, unless the disk itself lies.
-
         Raises:
             ImageMissing: a file is gone.
             ImageCorrupt: a file is not what its digest says.
         """
-        for what, part in manifest.parts.items():
-            file = paths.blob(part.sha256)
+        files = {what: part.sha256 for what, part in manifest.parts.items()}
+        self.files(paths, manifest.name, files)
+
+    def files(self, paths: Paths, variant: str, files: Mapping[str, str]) -> None:
+        """The same for files that a record names: what each is for, and its sha256.
+
+        Raises:
+            ImageMissing, ImageCorrupt: as `check`.
+        """
+        how = f"`agent-box image build {variant}` makes it again"
+        for what, sha256 in files.items():
+            file = paths.blob(blobs.digest(sha256))
             try:
                 before = _stamp(os.lstat(file))
-                if self._seen.get(part.sha256) == before:
+                if self._seen.get(sha256) == before:
                     continue
                 found = blobs.hash_file(file)
             except FileNotFoundError:
                 raise ImageMissing(
-                    f"image {manifest.name}: its {what}, {part.sha256}, is gone",
-                    digest=part.sha256,
+                    f"image {variant}: its {what}, {sha256}, is gone; {how}",
+                    variant=variant,
+                    digest=sha256,
                 ) from None
-            if found != part:
+            if found.sha256 != sha256:
                 raise ImageCorrupt(
-                    f"image {manifest.name}: its {what} is not {part.sha256} any more; "
-                    "`agent-box image verify` removes it, `agent-box image build "
-                    f"{manifest.name}` makes it again",
-                    digest=part.sha256,
+                    f"image {variant}: its {what} is not {sha256} any more; "
+                    f"`agent-box image verify` removes it, {how}",
+                    variant=variant,
+                    digest=sha256,
                 )
-            self._seen[part.sha256] = before
+            self._seen[sha256] = before
 
 
 def _stamp(found: os.stat_result) -> tuple[int, ...]:
