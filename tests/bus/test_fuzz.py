@@ -328,7 +328,16 @@ def resident_kib(pid: int) -> int:
 @pytest.mark.timeout(0)  # it ends by its own clock
 def test_the_corpus(attacker: Attacker, request: pytest.FixtureRequest) -> None:
     """A few seconds of the corpus mode, or as many minutes as asked for."""
-    minutes = request.config.getoption("--corpus-minutes", default=0.0) or 0.1
+    run_corpus(attacker, request.config.getoption("--corpus-minutes", default=0.0) or 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_the_corpus_for_ten_minutes(attacker: Attacker) -> None:
+    run_corpus(attacker, 10)
+
+
+def run_corpus(attacker: Attacker, minutes: float) -> None:
     seed = random.randrange(1 << 32)
     mutator = Mutator(attacker.epoch, seed)
     assert attacker.place.process is not None

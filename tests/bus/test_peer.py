@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from support.toy import CONTRACT, Number, Text
 
 from agent_box.bus import base, peer, wire
@@ -235,6 +241,14 @@ class Network(RuleBasedStateMachine):
 
 TestNetwork = Network.TestCase
 TestNetwork.settings = settings(max_examples=150, stateful_step_count=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)  # about five minutes; it ends by itself
+def test_the_network_for_long() -> None:
+    run_state_machine_as_test(
+        Network, settings=settings(max_examples=5_000, stateful_step_count=100)
+    )
 
 
 # Single rules, spelled out.
