@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from agent_box import __version__
-from agent_box.broker.contract import CONTRACT as BROKER
+from agent_box.broker import contract as broker
 from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.schema import Contract, Empty, Wire
 from agent_box.channel.contract import CONTRACT as CHANNEL
@@ -20,18 +20,28 @@ from agent_box.config.errors import ConfigError
 from agent_box.config.load import load
 from agent_box.engine import contract as engine
 from agent_box.netstack import contract as net
+from agent_box.process.tasks import TaskSet
+from agent_box.registry import commands as deciding
 from agent_box.registry import contract as api
-from agent_box.registry import core as deciding
 from agent_box.registry import journal
-from agent_box.registry.core import Command, Core, Plan
+from agent_box.registry.commands import Command, Plan
+from agent_box.registry.core import Core
 from agent_box.registry.database import Database, Page, Query, iterate
 from agent_box.registry.journal import BadEvent, Entry, New
+from agent_box.registry.life import Life
 
 R = TypeVar("R")
 Ask = Callable[[str, str, Wire, float], Awaitable[Wire]]  # service, method, request, seconds
 
-LIST_S: Final = 5.0
+SHOW_S: Final = 0.6  # what `list` waits for the engine; then the states are unknown
 QUERY_S: Final = 3.0
+BOOT_S: Final = 60.0
+CHANGE_S: Final = 30.0
+TIME_S: Final = 10.0
+UP_S: Final = 10.0
+LOOK_S: Final = 2.0  # between two looks at a VMM that is waited for, if nothing is heard
+END_S: Final = 0.5  # the same while its end is awaited
+SWEEP_S: Final = 15.0  # between two looks at everything, if nothing is heard
 CREATE_S: Final = 120.0
 DELETE_S: Final = 120.0
 APPLY_S: Final = 30.0
@@ -42,7 +52,7 @@ RETRY_LAST_S: Final = 30.0
 AGE_CHECK_MS: Final = 6 * 3600 * 1000
 VERIFY_ROWS: Final = 200  # between two of which other calls get their turn
 
-NOTERS: Final[tuple[Contract, ...]] = (engine.CONTRACT, net.CONTRACT, BROKER, CHANNEL)
+NOTERS: Final[tuple[Contract, ...]] = (engine.CONTRACT, net.CONTRACT, broker.CONTRACT, CHANNEL)
 
 
 class Log(Protocol):
@@ -74,6 +84,7 @@ class Registry:
         config: the config file, read again for each request that uses it.
         ask: calls another service and gives its reply, or raises its `Refusal`.
         epoch: of this start.
+        tasks: keeps what goes on in the background.
         on_append: is told the seq of the last event after each commit.
         now_ms: Unix time in milliseconds.
     """
@@ -86,6 +97,7 @@ class Registry:
         ask: Ask,
         epoch: bytes,
         log: Log,
+        tasks: TaskSet,
         on_append: Callable[[int], None],
         now_ms: Callable[[], int] = unix_ms,
     ) -> None:
@@ -94,13 +106,17 @@ class Registry:
         self._ask = ask
         self._epoch = epoch
         self._log = log
+        self._tasks = tasks
         self._on_append = on_append
         self._now_ms = now_ms
         self._aged_ms = 0
         self._settling = False
         self._closing = asyncio.Event()
         self._bell = asyncio.Event()  # replaced each time it rings
+        self._pokes: dict[str, asyncio.Event] = {}  # by instance: something may have changed
+        self._drivers: set[str] = set()  # ids of instances that have one
         self.core = Core(kinds(NOTERS))
+        self.life = Life(self.core)
 
     # --------------------------------------------------------------------------- life
 
@@ -127,33 +143,101 @@ class Registry:
         except Refusal as refusal:
             self._log.warning("the start is not on record", why=refusal.message)
 
-    async def settle(self) -> None:
-        """Brings the records and the engine together, however long the engine takes to answer.
-        Run it in the background; it ends when nothing is left, or when the registry closes.
-        Only one is at work at a time; another one ends at once."""
-        if self._settling:
-            return
-        self._settling = True
-        try:
-            await self._settle()
-        finally:
-            self._settling = False
+    def settle(self) -> None:
+        """Brings the records and the engine together, in the background and however long the
+        engine takes to answer. Only one is at work at a time."""
+        if not self._settling and self.core.unsettled() and not self._closing.is_set():
+            self._settling = True
+            self._tasks.spawn(self._settle(), name="settle")
 
     async def _settle(self) -> None:
         delay, told = RETRY_FIRST_S, ""
-        while self.core.unsettled() and not self._closing.is_set():
+        try:
+            while not self._closing.is_set():
+                try:
+                    await self._run(self.core.reconcile())
+                except Refusal as refusal:
+                    if refusal.message != told:
+                        told = refusal.message
+                        self._log.info("records are not settled yet", why=told)
+                if not self.core.unsettled():
+                    return
+                if await self._closes_within(delay):
+                    return
+                delay = min(RETRY_LAST_S, delay * 2)
+        finally:
+            self._settling = False
+
+    async def sweep(self) -> None:
+        """Looks at everything from time to time: what the engine noted may have been lost.
+        Ends when the registry closes."""
+        while not await self._closes_within(SWEEP_S):
+            if self._settling:
+                continue
             try:
                 await self._run(self.core.reconcile())
             except Refusal as refusal:
-                if refusal.message != told:
-                    told = refusal.message
-                    self._log.info("records are not settled yet", why=told)
-            if not self.core.unsettled():
-                return
-            try:
-                await asyncio.wait_for(self._closing.wait(), delay)
-            except TimeoutError:
+                self._log.info("the engine was not seen", why=refusal.message)
+                self.settle()
+
+    async def _closes_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._closing.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def wake(self, id: str) -> None:
+        """Something is left to do for the instance, or something else is."""
+        self._poke(id)
+        if id not in self._drivers and self.life.has_work(id):
+            self._drivers.add(id)
+            self._tasks.spawn(self._drive(id), name="drive")
+
+    async def _drive(self, id: str) -> None:
+        delay, told = RETRY_FIRST_S, ""
+        try:
+            while self.life.has_work(id) and not self._closing.is_set():
+                try:
+                    await self._run(self.life.drive(id))
+                    continue
+                except Refusal as refusal:
+                    if refusal.message != told:
+                        told = refusal.message
+                        self._log.info("a verb cannot go on yet", instance=id, why=told)
+                self._ring()
+                poke = self._poke_of(id)
+                poke.clear()
+                await self._first_of(delay, poke.wait(), self._closing.wait())
                 delay = min(RETRY_LAST_S, delay * 2)
+        finally:
+            self._drivers.discard(id)
+            self._ring()
+        if not self._closing.is_set():
+            self.settle()
+
+    async def _first_of(self, seconds: float, *works: Coroutine[Any, Any, object]) -> None:
+        """Waits until one of them is done, at most so long. None of them fails."""
+        tasks = [self._tasks.hold(work, name="wait") for work in works]
+        try:
+            await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _poke_of(self, id: str) -> asyncio.Event:
+        return self._pokes.setdefault(id, asyncio.Event())
+
+    def _poke(self, id: str) -> None:
+        if id in self._pokes:
+            self._pokes[id].set()
+
+    async def _look(self, id: str) -> None:
+        try:
+            await self._run(self.core.look(id))
+        except Refusal as refusal:
+            self._log.info("the engine was not seen", why=refusal.message)
+            self.settle()
 
     def hush(self) -> None:
         """Answers everybody who waits for events: the process ends soon."""
@@ -168,13 +252,62 @@ class Registry:
 
     async def create(self, request: api.Create, call: Outcome) -> api.Row:
         id = os.urandom(16).hex()
-        return await self._run(self.core.create(request, id=id, now_ms=self._now_ms()), call)
+        try:
+            return await self._run(self.core.create(request, id=id, now_ms=self._now_ms()), call)
+        except Refusal:
+            self.settle()  # there may be something that could not be undone
+            raise
 
-    def list(self) -> api.Rows:
+    async def list(self) -> api.Rows:
+        """With what the engine sees now, if it says so soon."""
+        if self.core.count() and not self._settling:
+            try:
+                await self._run(self.core.survey(seconds=SHOW_S))
+            except Refusal as refusal:
+                self._log.info("the engine was not seen", why=refusal.message)
+                self.settle()
         return self.core.rows()
 
     async def inspect(self, request: api.Name) -> api.Instance:
-        return await self._run(self.core.inspect(request.name, now_ms=self._now_ms()))
+        plan = self.core.inspect(
+            request.name,
+            now_ms=self._now_ms(),
+            phase=lambda id: self.life.phases.get(id, ""),
+        )
+        return await self._run(plan)
+
+    async def start_instance(self, request: api.Name, call: Outcome) -> api.Progress:
+        return await self._run(self.life.start(request.name, now_ms=self._now_ms()), call)
+
+    async def stop_instance(self, request: api.Stop, call: Outcome) -> api.Progress:
+        return await self._run(self.life.stop(request, now_ms=self._now_ms()), call)
+
+    async def pause(self, request: api.Name, call: Outcome) -> api.Progress:
+        return await self._run(self.life.pause(request.name, now_ms=self._now_ms()), call)
+
+    async def resume(self, request: api.Name, call: Outcome) -> api.Progress:
+        return await self._run(self.life.resume(request.name, now_ms=self._now_ms()), call)
+
+    async def delete(self, request: api.Delete, call: Outcome) -> api.Progress:
+        return await self._run(self.life.delete(request, now_ms=self._now_ms()), call)
+
+    async def follow(self, request: api.Follow) -> api.Progress:
+        """Answers at once when something is not as the caller knows it."""
+        if request.wait_ms < 0:
+            raise Refusal(Reason.BAD_REQUEST, "wait_ms is too small")
+        loop = asyncio.get_running_loop()
+        end = loop.time() + min(request.wait_ms, WAIT_MAX_MS) / 1000
+        known = (request.intent, request.doing, request.phase)
+        while True:
+            bell, found = self._bell, self.life.follow(request)
+            left = end - loop.time()
+            same = (found.intent, found.doing, found.phase) == known
+            if found.row is None or not same or left <= 0 or self._closing.is_set():
+                return found
+            try:
+                await asyncio.wait_for(bell.wait(), left)
+            except TimeoutError:
+                continue
 
     def policy_show(self, request: api.Name) -> api.PolicyView:
         return self.core.policy_show(request.name)
@@ -197,7 +330,18 @@ class Registry:
         except BadEvent as error:
             raise Refusal(Reason.BAD_REQUEST, f"the event is refused: {error}") from None
         self._appended()
+        if caller == engine.CONTRACT.service:
+            self._heard(request)
         return api.Noted(seq=entries[-1].seq)
+
+    def _heard(self, note: api.Note) -> None:
+        """The engine saw something happen: what it is shall be seen at once."""
+        if note.instance is None:
+            self.settle()
+            return
+        self._poke(note.instance)
+        if note.instance not in self._drivers and not self._closing.is_set():
+            self._tasks.spawn(self._look(note.instance), name="look")
 
     def logs(self, request: api.Read) -> api.Entries | Awaitable[api.Entries]:
         """Events from a cursor on. Answers at once when there are some or nobody waits."""
@@ -290,7 +434,7 @@ class Registry:
                 except ConfigError as error:
                     raise Refusal(Reason.CONFIG_INVALID, str(error)) from None
             case deciding.EngineList():
-                return await self._ask("engine", "list", Empty(), LIST_S)
+                return await self._ask("engine", "list", Empty(), command.seconds)
             case deciding.EngineQuery():
                 asked = engine.Instance(instance=command.instance)
                 return await self._ask("engine", "query", asked, QUERY_S)
@@ -300,6 +444,26 @@ class Registry:
             case deciding.EngineDelete():
                 asked = engine.Instance(instance=command.instance)
                 return await self._ask("engine", "delete", asked, DELETE_S)
+            case deciding.ApplyPolicy() | deciding.CheckFlow() | deciding.ListForwards():
+                return await self._of_netstack(command)
+            case deciding.WasRemoved():
+                return self._database.was_removed(command.instance)
+            case deciding.Clock():
+                return self._now_ms()
+            case deciding.Wake():
+                self.wake(command.instance)
+                return None
+            case deciding.Tell():
+                self.life.tell(command.instance, command.phase)
+                self._ring()
+                return None
+            case _:
+                return await self._of_life(command)
+
+    async def _of_netstack(
+        self, command: deciding.ApplyPolicy | deciding.CheckFlow | deciding.ListForwards
+    ) -> object:
+        match command:
             case deciding.ApplyPolicy():
                 apply = net.Apply(instance=command.instance, policy=command.policy)
                 return await self._ask("netstack", "apply", apply, APPLY_S)
@@ -309,6 +473,96 @@ class Registry:
             case deciding.ListForwards():
                 whose = net.Instance(instance=command.instance)
                 return await self._ask("netstack", "forwards", whose, QUERY_S)
+
+    async def _of_life(self, command: Command) -> object:
+        match command:
+            case deciding.EngineBoot():
+                return await self._ask("engine", "boot", command.boot, BOOT_S)
+            case deciding.EngineChange():
+                return await self._ask("engine", command.change, command.vmm, CHANGE_S)
+            case deciding.SetTime():
+                return await self._ask("channel", "set_time", command.guest, TIME_S)
+            case deciding.BrokerUp():
+                return await self._ask("broker", "instance_up", command.up, UP_S)
+            case deciding.NetUp():
+                return await self._ask("netstack", "instance_up", command.up, UP_S)
+            case deciding.Down():
+                down = net.Instance(instance=command.instance)
+                await self._ask("netstack", "instance_down", down, UP_S)
+                away = broker.Instance(instance=command.instance)
+                return await self._ask("broker", "instance_down", away, UP_S)
+            case deciding.Provision():
+                asked = command.provision
+                vmm = engine.Vmm(instance=asked.instance, boot=asked.boot)
+                work = self._ask("channel", "provision", asked, command.seconds)
+                return await self._watched(work, vmm, command.intent, command.seconds, LOOK_S)
+            case deciding.PowerOff():
+                work = self._ask("channel", "poweroff", command.guest, command.seconds)
+                vmm = engine.Vmm(instance=command.guest.instance, boot=command.guest.boot)
+                done = await self._watched(work, vmm, command.intent, command.seconds, LOOK_S)
+                return done if isinstance(done, deciding.Overtaken) else None
+            case deciding.AwaitEnd():
+                return await self._watched(
+                    None, command.vmm, command.intent, command.seconds, END_S
+                )
+        raise TypeError(f"nobody carries out {type(command).__name__}")
+
+    async def _watched(
+        self,
+        work: Awaitable[Wire] | None,
+        vmm: engine.Vmm,
+        intent: int,
+        seconds: float,
+        every_s: float,
+    ) -> object:
+        """Waits for a guest, with an eye on its VMM and on what the operator wants meanwhile.
+
+        Returns:
+            The answer of `work`; `Observed` when the VMM has ended; `Overtaken` when another
+            verb was accepted; None when the time is over and there was no `work`.
+
+        Raises:
+            Refusal: of `work`.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        poke = self._poke_of(vmm.instance)
+        task = None if work is None else self._tasks.hold(_tried(work), name="guest")
+        try:
+            while True:
+                poke.clear()
+                if self.life.intent(vmm.instance) != intent:
+                    return deciding.Overtaken()
+                if task is not None and task.done():
+                    answer = task.result()
+                    if isinstance(answer, Refusal):
+                        raise answer
+                    return answer
+                if (ended := await self._ended(vmm)) is not None:
+                    return ended
+                left = end - loop.time()
+                if task is None and left <= 0:
+                    return None
+                waiting = self._tasks.hold(poke.wait(), name="wait")
+                both = [waiting] if task is None else [waiting, task]
+                pause = every_s if task is not None else min(every_s, left)
+                try:
+                    await asyncio.wait(both, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    waiting.cancel()
+        finally:
+            if task is not None:
+                task.cancel()
+
+    async def _ended(self, vmm: engine.Vmm) -> engine.Observed | None:
+        """What the engine sees, when that VMM does not run any more."""
+        try:
+            asked = engine.Instance(instance=vmm.instance)
+            there = await self._ask("engine", "query", asked, QUERY_S)
+        except Refusal:
+            return None  # it cannot be seen now; what is waited for may come all the same
+        assert isinstance(there, engine.Observed)
+        return there if there.state == "stopped" or there.boot != vmm.boot else None
 
     def _commit(self, command: deciding.Commit, call: Outcome | None) -> None:
         def outcome() -> None:
@@ -377,6 +631,13 @@ class Registry:
                 continue  # for one last look
         # The database may be closed by now; whoever asked comes again with the same cursor.
         return self._entries(Page([], query.after))
+
+
+async def _tried(work: Awaitable[Wire]) -> Wire | Refusal:
+    try:
+        return await work
+    except Refusal as refusal:
+        return refusal
 
 
 def _from(query: Query, after: int) -> Query:

@@ -15,20 +15,47 @@ from agent_box.bus.schema import Contract, Data, Empty, Event, Kind, Method, Wal
 
 Source = Literal["host-observed", "guest-channel", "agent-reported"]
 Fact = str | int | bool
+Doing = Literal["start", "stop", "pause", "resume", "delete"]
+
+
+class Images(Wire, frozen=True):
+    """Each by its sha256 in lowercase hex. Whoever opens one hashes it first."""
+
+    kernel: str
+    initramfs: str
+    variant: str
+    guest: str
+    harness: str | None
 
 
 class Create(Wire, frozen=True):
-    """None stands for what the profile says."""
+    """None stands for what the profile says.
+
+    The operator's own command says which files the image is now: it sees the cache, and the
+    registry has no need to. An instance keeps them, whatever is built later.
+    """
 
     name: str
     profile: str | None  # None: [defaults] profile, or the built-in one
     cpus: int | None
     memory: int | None  # bytes
     disk: int | None  # bytes
+    image: str  # the variant that was looked up: the profile's, or it is refused
+    images: Images
 
 
 class Name(Wire, frozen=True):
     name: str
+
+
+class Stop(Wire, frozen=True):
+    name: str
+    grace_ms: int | None  # for the guest to power off; 0 is a kill; None: as in the config
+
+
+class Delete(Wire, frozen=True):
+    name: str
+    force: bool  # also when it is running, paused or unknown: it is killed first
 
 
 class Row(Wire, frozen=True):
@@ -40,6 +67,7 @@ class Row(Wire, frozen=True):
     cpus: int
     memory: int  # bytes
     disk: int  # bytes
+    images: Images  # that it boots; they may not be removed
 
 
 class Problem(Wire, frozen=True):
@@ -50,16 +78,40 @@ class Problem(Wire, frozen=True):
 class Rows(Wire, frozen=True):
     instances: list[Row]  # by name
     problems: list[Problem]
+    strays: list[str]  # ids that the engine holds and no record knows
 
 
-class Images(Wire, frozen=True):
-    """Each by its sha256 in lowercase hex: what the last boot ran."""
+class Failed(Wire, frozen=True):
+    """Why the last verb did not come to its end."""
 
-    kernel: str
-    initramfs: str
-    variant: str
-    guest: str
-    harness: str | None
+    doing: Doing
+    reason: str  # of `bus.errors.Reason`
+    message: str
+    facts: dict[str, str]
+    at_ms: int  # Unix time, milliseconds
+
+
+class Progress(Wire, frozen=True):
+    """How far a verb is. It goes on whether or not anybody asks."""
+
+    id: str
+    name: str
+    intent: int  # counts up with every verb that was accepted; the number of this one
+    row: Row | None  # None: the instance is gone
+    doing: Doing | None  # None: nothing is left to do
+    phase: str  # one line for a person: what is being waited for; empty with None
+    failed: Failed | None  # how the last one ended, when it did not end well
+
+
+class Follow(Wire, frozen=True):
+    """Answered when something differs from what the caller knows, or the time is over."""
+
+    id: str
+    name: str  # for the answer
+    intent: int
+    doing: Doing | None
+    phase: str
+    wait_ms: int
 
 
 class Machine(Wire, frozen=True):
@@ -94,7 +146,11 @@ class Instance(Wire, frozen=True):
     created_ms: int  # Unix time, milliseconds
     changed_ms: int
     boots: int
-    images: Images | None  # None: it never ran
+    images: Images
+    doing: Doing | None  # a verb that has not come to its end
+    phase: str
+    failed: Failed | None
+    network: Literal["none"] | None  # none: what runs has no network and no broker
     machine: Machine | None  # None: the engine has not answered
     forwards: list[Forward] | None  # None: netstack has not answered
 
@@ -242,6 +298,21 @@ CONTRACT = Contract(
                 "One row for each instance; unknown where the engine has not answered."),
         _method("inspect", Kind.READ, Name, Instance, Data.RECORD,
                 "The full record and what the engine and netstack say now."),
+        _method("start", Kind.ONCE, Name, Progress, Data.RECORD,
+                "Boots a stopped instance. Answered when that is on record; then ask `follow`.",
+                deadline_s=30),
+        _method("stop", Kind.ONCE, Stop, Progress, Data.RECORD,
+                "Powers the guest off, and kills it when the grace passes; as start.",
+                deadline_s=30),
+        _method("pause", Kind.ONCE, Name, Progress, Data.RECORD,
+                "Freezes the vCPUs; as start.", deadline_s=30),
+        _method("resume", Kind.ONCE, Name, Progress, Data.RECORD,
+                "Lets the vCPUs run again and sets the guest's clock; as start.", deadline_s=30),
+        _method("delete", Kind.ONCE, Delete, Progress, Data.RECORD,
+                "Removes all of an instance and verifies each absence; as start.",
+                deadline_s=30),
+        _method("follow", Kind.READ, Follow, Progress, Data.RECORD,
+                "How far a verb is; waits for the next step when asked to.", deadline_s=60),
         _method("logs", Kind.READ, Read, Entries, Data.JOURNAL,
                 "Events from a cursor on; waits for the next when asked to.", deadline_s=60),
         _method("verify", Kind.READ, Empty, Verified, Data.STATUS,
@@ -264,6 +335,20 @@ CONTRACT = Contract(
         Event(name="create-failed", summary="A step failed; what was made is being removed."),
         Event(name="removed", summary="The absence of all parts was verified; the record is gone."),
         Event(name="undo-pending", summary="What was made could not be removed yet."),
+        Event(name="start-begun", summary="It shall run; the boot has its number from here on."),
+        Event(name="no-network", summary="It starts without network and broker, and why."),
+        Event(name="start-done", summary="The guest shook hands and is provisioned."),
+        Event(name="start-failed", summary="It did not come up; what runs of it is ended."),
+        Event(name="stop-begun", summary="It shall stop, and how long the guest may take."),
+        Event(name="stop-done", summary="No VMM runs any more, and how the last one ended."),
+        Event(name="pause-begun", summary="The vCPUs shall be frozen."),
+        Event(name="pause-done", summary="They are; memory stays."),
+        Event(name="resume-begun", summary="The vCPUs shall run again."),
+        Event(name="resume-done", summary="They do, and whether the guest got the time."),
+        Event(name="verb-failed", summary="A pause, resume or stop did not come to its end."),
+        Event(name="delete-begun", summary="All of it is being removed."),
+        Event(name="stray-found", summary="The engine holds what no record knows."),
+        Event(name="stray-removed", summary="It was ours and had been deleted; now it is gone."),
         Event(name="state-changed", summary="The instance has another state, and why."),
         Event(name="policy-changed", summary="A new generation of the policy is recorded."),
         Event(name="policy-failed", summary="It could not be put in force at the running guest."),

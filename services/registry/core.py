@@ -20,9 +20,9 @@ What is in memory follows the disk: it changes when a commit has succeeded, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -36,96 +36,24 @@ from agent_box.netstack import contract as net
 from agent_box.registry import contract as api
 from agent_box.registry import journal
 from agent_box.registry import record as kept
+from agent_box.registry.commands import (
+    ApplyPolicy,
+    CheckFlow,
+    Commit,
+    EngineChange,
+    EngineCreate,
+    EngineDelete,
+    EngineList,
+    EngineQuery,
+    ListForwards,
+    Plan,
+    ReadConfig,
+    Wake,
+    WasRemoved,
+)
 from agent_box.registry.journal import Fact, New
 from agent_box.registry.record import Record
 from agent_box.registry.states import LIVE, OBSERVABLE, Answer, Cause, State, Verb, ask, move, needs
-
-# ------------------------------------------------------------------------ commands
-
-
-@dataclass(frozen=True)
-class ReadConfig:
-    """Result: `Config`, as it is on disk now."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Commit:
-    """Writes records and events in one transaction. Result: None.
-
-    `begins`: from here on something outside of the database may be changed.
-    `reply`: the outcome of the call, written in the same transaction.
-    """
-
-    put: Record | None = None
-    remove: str | None = None  # the id of a record
-    events: tuple[New, ...]
-    begins: bool = False
-    reply: Wire | None = None
-
-
-@dataclass(frozen=True)
-class EngineList:
-    """Result: `engine.Observations`."""
-
-
-@dataclass(frozen=True)
-class EngineQuery:
-    """Result: `engine.Observed`."""
-
-    instance: str
-
-
-@dataclass(frozen=True)
-class EngineCreate:
-    """Result: None."""
-
-    instance: str
-    disk: int
-
-
-@dataclass(frozen=True)
-class EngineDelete:
-    """Result: None."""
-
-    instance: str
-
-
-@dataclass(frozen=True)
-class ApplyPolicy:
-    """Puts a policy in force at a live instance. Result: None."""
-
-    instance: str
-    policy: net.Policy
-
-
-@dataclass(frozen=True)
-class CheckFlow:
-    """Result: `net.Verdict`."""
-
-    policy: net.Policy
-    flow: net.Flow
-
-
-@dataclass(frozen=True)
-class ListForwards:
-    """Result: `net.Forwards`."""
-
-    instance: str
-
-
-Command = (
-    ReadConfig
-    | Commit
-    | EngineList
-    | EngineQuery
-    | EngineCreate
-    | EngineDelete
-    | ApplyPolicy
-    | CheckFlow
-    | ListForwards
-)
-R = TypeVar("R")
-Plan = Generator[Command, object, R]
 
 # Who may speak for which source. An operator's claims are no events.
 MAY_SAY: Final[dict[str, frozenset[str]]] = {
@@ -159,7 +87,9 @@ class Core:
     """All records, and what may be done with them.
 
     Attributes:
-        seen: what the engine said of each instance since this start; by id.
+        seen: what the engine said of each instance when it was asked last; by id.
+        absent: ids of instances that it did not hold then.
+        strays: ids that it holds, and that no record knows.
         busy: ids of instances that a plan is working on.
     """
 
@@ -171,6 +101,9 @@ class Core:
         self._problems: dict[str, str] = {}  # by name or id
         self._quotas: dict[tuple[str, str], _Quota] = {}
         self.seen: dict[str, engine.Observed] = {}
+        self.absent: set[str] = set()
+        self.strays: list[str] = []
+        self._were_ours: dict[str, bool] = {}  # of strays
         self.busy: set[str] = set()
 
     # -------------------------------------------------------------------------- start
@@ -204,7 +137,8 @@ class Core:
                 yield from self._remove(record, "the registry ended before anything was allocated")
 
     def reconcile(self) -> Plan[None]:
-        """Compares every record with what the engine sees; finishes or undoes what was begun.
+        """Compares every record with what the engine sees; finishes or undoes what was begun,
+        and says which verbs have something left to do.
 
         Raises:
             Refusal: the engine did not answer, or something could not be finished; run it
@@ -213,39 +147,134 @@ class Core:
         yield from self.interrupted()
         if not self._records:
             return
-        answer = yield EngineList()
-        assert isinstance(answer, engine.Observations)
-        there = {each.instance: each for each in answer.instances}
+        there = yield from self.survey()
         failed: Refusal | None = None
         for id in [record.id for record in self._idle()]:
             record = self._records.get(id)  # as it is now: somebody was waited for
             if record is None or id in self.busy:
                 continue
-            if State(record.state) in OBSERVABLE:
-                yield from self._settle(record, there.get(id))
-                continue
-            try:
-                yield from self._finish_removal(record)
-            except Refusal as refusal:
-                failed = refusal
+            if record.doing is not None:
+                yield Wake(id)
+            elif State(record.state) not in OBSERVABLE:
+                try:
+                    yield from self.finish_removal(record)
+                except Refusal as refusal:
+                    failed = refusal
+        try:
+            yield from self._strays(there)
+        except Refusal as refusal:
+            failed = refusal
         if failed is not None:
             raise failed
 
+    def survey(self, *, seconds: float = 5.0) -> Plan[list[engine.Observed]]:
+        """Takes in what the engine sees of everything.
+
+        Returns:
+            What it holds and no record knows.
+
+        Raises:
+            Refusal: it did not answer. Then nothing is known any more.
+        """
+        before = {record.id: _mark(record) for record in self._idle()}
+        try:
+            answer = yield EngineList(seconds)
+        except Refusal:
+            self.forget()
+            raise
+        assert isinstance(answer, engine.Observations)
+        there = {each.instance: each for each in answer.instances}
+        for id, mark in before.items():
+            record = self._records.get(id)
+            if record is None or id in self.busy or _mark(record) != mark:
+                continue  # what the engine said is older than what was done meanwhile
+            if State(record.state) in OBSERVABLE:
+                yield from self._settle(record, there.get(id))
+        return [there[id] for id in sorted(there) if id not in self._records]
+
+    def look(self, id: str) -> Plan[None]:
+        """The same for one instance.
+
+        Raises:
+            Refusal: as `survey`.
+        """
+        record = self._records.get(id)
+        if record is None or id in self.busy or State(record.state) not in OBSERVABLE:
+            return
+        mark, there = _mark(record), None
+        try:
+            answer = yield EngineQuery(id)
+            assert isinstance(answer, engine.Observed)
+            there = answer
+        except Refusal as refusal:
+            if refusal.code is not Code.NOT_FOUND:
+                self.seen.pop(id, None)
+                raise
+        record = self._records.get(id)
+        if record is not None and id not in self.busy and _mark(record) == mark:
+            yield from self._settle(record, there)
+
+    def forget(self) -> None:
+        """The engine did not answer: what it said before counts no longer."""
+        self.seen.clear()
+
     def unsettled(self) -> bool:
         """Whether `reconcile` has something left to do."""
-        return any(State(r.state) not in OBSERVABLE or r.id not in self.seen for r in self._idle())
+        return any(
+            State(r.state) not in OBSERVABLE or r.doing is not None or r.id not in self.seen
+            for r in self._idle()
+        )
+
+    def _strays(self, there: list[engine.Observed]) -> Plan[None]:
+        """What the engine holds and no record knows is removed if it was ours and had been
+        deleted, as when an answer of the engine came late. Otherwise it is told of, once."""
+        known, self.strays = self.strays, []
+        self._were_ours = {
+            each.instance: self._were_ours[each.instance]
+            for each in there
+            if each.instance in self._were_ours
+        }
+        failed: Refusal | None = None
+        for each in there:
+            id = each.instance
+            if id in self._records:
+                continue
+            if id not in self._were_ours:
+                self._were_ours[id] = bool((yield WasRemoved(id)))
+            if not self._were_ours[id]:
+                self.strays.append(id)
+                if id not in known:
+                    yield Commit(events=(_stray("stray-found", each),))
+                continue
+            try:
+                if each.state != "stopped" and each.boot is not None:
+                    yield EngineChange("kill", engine.Vmm(instance=id, boot=each.boot))
+                yield EngineDelete(id)
+                yield Commit(events=(_stray("stray-removed", each),))
+            except Refusal as refusal:
+                self.strays.append(id)
+                failed = refusal
+        if failed is not None:
+            raise failed
 
     # ------------------------------------------------------------------------ reading
 
     def state(self, record: Record) -> State:
         """The state that is shown and acted upon."""
         state = State(record.state)
-        return State.UNKNOWN if state in OBSERVABLE and record.id not in self.seen else state
+        if state not in OBSERVABLE:
+            return state
+        seen = self.seen.get(record.id)
+        if seen is None:
+            return State.UNKNOWN
+        at_work = state in (State.STARTING, State.STOPPING)  # then it is not its word that counts
+        return State.UNKNOWN if seen.state == "unreachable" and not at_work else state
 
     def rows(self) -> api.Rows:
         return api.Rows(
-            instances=[self._row(self._records[self._ids[name]]) for name in sorted(self._ids)],
+            instances=[self.row(self._records[self._ids[name]]) for name in sorted(self._ids)],
             problems=self.tampered(),
+            strays=self.strays,
         )
 
     def count(self) -> dict[str, int]:
@@ -259,9 +288,18 @@ class Core:
     def knows(self, name: str) -> bool:
         return name in self._ids or name in self._problems
 
-    def inspect(self, untrusted_name: str, *, now_ms: int) -> Plan[api.Instance]:
-        """The full record, with what engine and netstack say at this moment."""
-        record = self._named(untrusted_name)
+    def by_id(self, id: str) -> Record | None:
+        return self._records.get(id)
+
+    def inspect(
+        self, untrusted_name: str, *, now_ms: int, phase: Callable[[str], str] = lambda id: ""
+    ) -> Plan[api.Instance]:
+        """The full record, with what engine and netstack say at this moment.
+
+        Args:
+            phase: by id, what a verb waits for.
+        """
+        record = self.named(untrusted_name)
         machine = None
         if State(record.state) in OBSERVABLE:
             try:
@@ -277,9 +315,9 @@ class Core:
             except Refusal as refusal:
                 if refusal.code is Code.INTERNAL:
                     raise
-        record = self._again(record)
+        record = self.again(record)
         forwards: list[api.Forward] | None = []
-        if State(record.state) in LIVE:
+        if State(record.state) in LIVE and record.network is None:
             try:
                 told = yield ListForwards(record.id)
                 assert isinstance(told, net.Forwards)
@@ -288,9 +326,11 @@ class Core:
                 if refusal.code is Code.INTERNAL:
                     raise
                 forwards = None
-        record = self._again(record)
-        row = self._row(record)
-        if machine is None and State(record.state) in OBSERVABLE:
+        record = self.again(record)
+        row = self.row(record)
+        if State(record.state) in OBSERVABLE and (
+            machine is None or (machine.state == "unreachable" and record.doing is None)
+        ):
             row = msgspec.structs.replace(row, state=State.UNKNOWN.value)
         view = kept.view(record)
         return api.Instance(
@@ -309,6 +349,10 @@ class Core:
             changed_ms=record.changed_ms,
             boots=record.boots,
             images=record.images,
+            doing=record.doing,
+            phase=phase(record.id),
+            failed=record.failed,
+            network=record.network,
             machine=machine,
             forwards=forwards,
         )
@@ -342,10 +386,16 @@ class Core:
                 f"there is no profile {wanted!r} in the config",
                 facts={"profile": wanted},
             )
+        if profile.image != untrusted.image:
+            raise Refusal(
+                Reason.CONFLICT,
+                f"the profile {wanted} names the image {profile.image}, and {untrusted.image} "
+                "was looked up: the config has changed meanwhile; try again",
+            )
         return profile, config.policies[profile.policy]
 
     def _make(self, record: Record) -> Plan[api.Row]:
-        yield from self._commit(
+        yield from self.write(
             record,
             "create-begun",
             {
@@ -362,14 +412,14 @@ class Core:
             answer = yield EngineList()
             assert isinstance(answer, engine.Observations)
             record = msgspec.structs.replace(record, allocated=True)
-            yield from self._commit(record, "allocate-begun", {}, begins=True)
+            yield from self.write(record, "allocate-begun", {}, begins=True)
             yield EngineCreate(record.id, record.disk)
             record = self._moved(record, Cause.ALLOCATED)
             self.seen[record.id] = engine.Observed(
                 instance=record.id, state="stopped", boot=None, exit_status=None, exit_signal=None
             )
-            row = self._row(record)
-            yield from self._commit(record, "created", {"state": record.state}, reply=row)
+            row = self.row(record)
+            yield from self.write(record, "created", {"state": record.state}, reply=row)
             return row
         except Refusal as cause:
             self.seen.pop(record.id, None)
@@ -386,13 +436,13 @@ class Core:
                 yield from self._remove(record, "nothing was allocated", failure)
                 return
             record = self._moved(record, Cause.FAILED)
-            yield from self._commit(record, "create-failed", {"state": record.state, **failure})
-            yield from self._finish_removal(record)
+            yield from self.write(record, "create-failed", {"state": record.state, **failure})
+            yield from self.finish_removal(record)
         except Refusal as refusal:
             try:
                 yield Commit(
                     events=(
-                        _event(
+                        event(
                             record,
                             "undo-pending",
                             {"reason": refusal.reason.value, "message": refusal.message},
@@ -402,7 +452,7 @@ class Core:
             except Refusal:
                 return  # a full disk; the record itself says what is left to do
 
-    def _finish_removal(self, record: Record) -> Plan[None]:
+    def finish_removal(self, record: Record) -> Plan[None]:
         """Creating and allocated, or deleting: the engine removes its part, the record goes
         last, after the engine has been asked once more what it holds."""
         try:
@@ -421,42 +471,58 @@ class Core:
     def _remove(
         self, record: Record, why: str, failure: Mapping[str, Fact] | None = None
     ) -> Plan[None]:
-        events = [_event(record, "removed", {"why": why, journal.RECORD: ""})]
+        events = [event(record, "removed", {"why": why, journal.RECORD: ""})]
         if failure is not None:
-            events.insert(0, _event(record, "create-failed", failure))
+            events.insert(0, event(record, "create-failed", failure))
         yield Commit(remove=record.id, events=tuple(events))
         self._records.pop(record.id, None)
         if self._ids.get(record.name) == record.id:
             del self._ids[record.name]
         self.seen.pop(record.id, None)
+        self.absent.discard(record.id)
         for key in [key for key in self._quotas if key[1] == record.id]:
             del self._quotas[key]
 
     def _settle(self, record: Record, there: engine.Observed | None) -> Plan[None]:
-        """Takes in what the engine sees of one instance, and follows it where it differs."""
+        """Takes in what the engine sees of one instance, and follows it where it differs. A
+        verb that is at work does that itself."""
         if there is None:
             self.seen.pop(record.id, None)
+            self.absent.add(record.id)
             return
-        different = _difference(State(record.state), there.state)
+        self.absent.discard(record.id)
+        different = None
+        if record.doing is None:
+            different = _difference(State(record.state), there.state)
         if different is not None:
             after, cause = different
-            facts = {"before": record.state, "state": after.value, "why": cause.value}
-            record = msgspec.structs.replace(record, state=after.value)
-            yield from self._commit(record, "state-changed", facts)
+            facts: dict[str, Fact] = {
+                "before": record.state,
+                "state": after.value,
+                "why": cause.value,
+                **ending(there),
+            }
+            record = msgspec.structs.replace(
+                record,
+                state=after.value,
+                network=record.network if after in LIVE else None,
+                boots=max(record.boots, there.boot or 0),
+            )
+            yield from self.write(record, "state-changed", facts)
         self.seen[record.id] = there
 
     # ------------------------------------------------------------------------- policy
 
     def policy_show(self, untrusted_name: str) -> api.PolicyView:
-        record = self._named(untrusted_name)
+        record = self.named(untrusted_name)
         self._allowed(Verb.POLICY_SHOW, record)
         return kept.view(record)
 
     def policy_set(self, untrusted: api.PolicySet, *, now_ms: int) -> Plan[api.PolicyView]:
-        self._allowed(Verb.POLICY_SET, self._named(untrusted.name))
+        self._allowed(Verb.POLICY_SET, self.named(untrusted.name))
         config = yield ReadConfig()
         assert isinstance(config, Config)
-        record = self._named(untrusted.name)
+        record = self.named(untrusted.name)
         self._allowed(Verb.POLICY_SET, record)
         try:
             policy = kept.changed(record.policy, untrusted, config)
@@ -474,12 +540,12 @@ class Core:
                 "rules": len(view.rules),
                 "changes": view.changes,
             }
-            live = State(record.state) in LIVE
-            yield from self._commit(
+            live = State(record.state) in LIVE and record.network is None
+            yield from self.write(
                 record, "policy-changed", facts, begins=live, reply=None if live else view
             )
         else:
-            live = State(record.state) in LIVE
+            live = State(record.state) in LIVE and record.network is None
         if live:
             yield from self._apply(record)
         return kept.view(record)
@@ -493,7 +559,7 @@ class Core:
                 "reason": refusal.reason.value,
                 "message": refusal.message,
             }
-            yield Commit(events=(_event(record, "policy-failed", failure),))
+            yield Commit(events=(event(record, "policy-failed", failure),))
             raise Refusal(
                 refusal.reason,
                 f"generation {record.policy.generation} is recorded, but not in force yet: "
@@ -502,7 +568,7 @@ class Core:
             ) from refusal
 
     def policy_check(self, untrusted: api.PolicyCheck) -> Plan[api.PolicyVerdict]:
-        record = self._named(untrusted.name)
+        record = self.named(untrusted.name)
         self._allowed(Verb.POLICY_CHECK, record)
         try:
             target = egress.parse_target(untrusted.target, wildcard=False)
@@ -597,7 +663,7 @@ class Core:
     def _idle(self) -> list[Record]:
         return [r for r in self._records.values() if r.id not in self.busy]
 
-    def _named(self, untrusted_name: str) -> Record:
+    def named(self, untrusted_name: str) -> Record:
         if untrusted_name in self._problems:
             raise Refusal(
                 Reason.TAMPERED,
@@ -609,7 +675,7 @@ class Core:
             raise Refusal(Reason.NOT_FOUND, f"there is no instance {untrusted_name[:80]!r}")
         return self._records[id]
 
-    def _again(self, record: Record) -> Record:
+    def again(self, record: Record) -> Record:
         """The record as it is after somebody was waited for."""
         now = self._records.get(record.id)
         if now is None:
@@ -627,7 +693,7 @@ class Core:
                 facts={"state": state.value},
             )
 
-    def _row(self, record: Record) -> api.Row:
+    def row(self, record: Record) -> api.Row:
         return api.Row(
             name=record.name,
             state=self.state(record).value,
@@ -637,6 +703,7 @@ class Core:
             cpus=record.cpus,
             memory=record.memory,
             disk=record.disk,
+            images=record.images,
         )
 
     def _moved(self, record: Record, cause: Cause) -> Record:
@@ -644,7 +711,7 @@ class Core:
         assert after is not None
         return msgspec.structs.replace(record, state=after.value)
 
-    def _commit(
+    def write(
         self,
         record: Record,
         kind: str,
@@ -655,13 +722,13 @@ class Core:
     ) -> Plan[None]:
         """Writes the record and the event that carries its hash, then believes it."""
         hash = journal.record_hash(kept.pack(record))
-        event = _event(record, kind, {**facts, journal.RECORD: hash})
-        yield Commit(put=record, events=(event,), begins=begins, reply=reply)
+        carries = event(record, kind, {**facts, journal.RECORD: hash})
+        yield Commit(put=record, events=(carries,), begins=begins, reply=reply)
         self._records[record.id] = record
         self._ids[record.name] = record.id
 
 
-def _event(record: Record, kind: str, facts: Mapping[str, Fact]) -> New:
+def event(record: Record, kind: str, facts: Mapping[str, Fact]) -> New:
     return New(
         kind=kind,
         by=journal.REGISTRY,
@@ -680,6 +747,12 @@ def _valid(untrusted: api.Create) -> str:
         ("cpus", values.cpus, untrusted.cpus),
         ("memory", values.memory_bytes, untrusted.memory),
         ("disk", values.disk_bytes, untrusted.disk),
+        ("image", values.name, untrusted.image),
+        ("kernel", _digest, untrusted.images.kernel),
+        ("initramfs", _digest, untrusted.images.initramfs),
+        ("variant", _digest, untrusted.images.variant),
+        ("guest", _digest, untrusted.images.guest),
+        ("harness", _digest, untrusted.images.harness),
     )
     for what, rule, value in checks:
         if value is None:
@@ -692,6 +765,39 @@ def _valid(untrusted: api.Create) -> str:
                 Reason.BAD_REQUEST, f"{what} cannot be {shown!r}: expected {error}"
             ) from None
     return untrusted.name
+
+
+def _digest(untrusted: str) -> None:
+    if len(untrusted) != 64 or not set(untrusted) <= set("0123456789abcdef"):
+        raise ValueError("a sha256 in 64 lowercase hex digits")
+
+
+def _mark(record: Record) -> tuple[object, ...]:
+    """What must be the same when the engine's answer comes as when it was asked."""
+    return record.state, record.intent, record.doing
+
+
+def _stray(kind: str, there: engine.Observed) -> New:
+    return New(
+        kind=kind,
+        by=journal.REGISTRY,
+        source="host-observed",
+        instance=there.instance,
+        name=None,
+        facts={"state": there.state, **ending(there)},
+    )
+
+
+def ending(there: engine.Observed) -> dict[str, Fact]:
+    """How a VMM ended, as far as that is known."""
+    facts: dict[str, Fact] = {}
+    if there.boot is not None:
+        facts["boot"] = there.boot
+    if there.exit_status is not None:
+        facts["status"] = there.exit_status
+    if there.exit_signal is not None:
+        facts["signal"] = there.exit_signal
+    return facts
 
 
 def _told(cause: Refusal, name: str) -> Refusal:
@@ -715,6 +821,8 @@ def _difference(state: State, seen: str) -> tuple[State, Cause] | None:
     A VMM that runs under a record that is starting or stopping is what the interrupted verb
     left; the verb's own steps finish it.
     """
+    if seen == "unreachable":
+        return None
     if seen == "stopped":
         if state is State.STOPPED:
             return None

@@ -244,6 +244,19 @@ class Database:
             row = self._db.execute("SELECT 1 FROM event WHERE name = ? LIMIT 1", (name,)).fetchone()
         return row is not None
 
+    def was_removed(self, instance: str) -> bool:
+        """Whether the journal says that an instance of this id existed and was removed."""
+        with self._reading():
+            rows = self._db.execute(
+                "SELECT seq, time_ms, instance, name, source, body, hash FROM event"
+                " WHERE instance = ? ORDER BY seq",
+                (instance,),
+            )
+            return any(
+                _entry(Stored(seq, id, name, source, time_ms, body, hash), hash).kind == "removed"
+                for seq, time_ms, id, name, source, body, hash in rows
+            )
+
     def rows(self, after: int, limit: int) -> list[Stored]:
         """Rows as they are, for the verifier."""
         with self._reading():

@@ -21,7 +21,7 @@ from agent_box.netstack import contract as net
 from agent_box.registry import contract as api
 from agent_box.registry.states import State
 
-FORMAT: Final = 1  # of the packed record
+FORMAT: Final = 2  # of the packed record
 
 
 class ModeChange(Wire, frozen=True):
@@ -67,8 +67,13 @@ class Record(Wire, frozen=True):
     hook_required: bool
     bindings: list[str]
     policy: Policy
-    boots: int
-    images: api.Images | None
+    boots: int  # the number of the last boot
+    images: api.Images  # chosen at create
+    network: Literal["none"] | None  # none: the boot goes without network and broker
+    intent: int  # counts up with every verb that was accepted
+    doing: api.Doing | None  # what is left to do of the last one
+    grace_ms: int  # for the guest, while it is being stopped; 0: it is killed
+    failed: api.Failed | None  # why the last one did not come to its end
     created_ms: int
     changed_ms: int
 
@@ -122,7 +127,12 @@ def draft(
         bindings=sorted(profile.bindings),
         policy=Policy(name=policy.name, named=table(policy), changes=NO_CHANGES, generation=1),
         boots=0,
-        images=None,
+        images=request.images,
+        network=None,
+        intent=0,
+        doing=None,
+        grace_ms=0,
+        failed=None,
         created_ms=now_ms,
         changed_ms=now_ms,
     )

@@ -13,13 +13,12 @@ from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.outcomes import Outcomes, Prior
 from agent_box.bus.schema import Wire
 from agent_box.process.skeleton import CannotServe
-from agent_box.registry import contract as api
 from agent_box.registry.adapter import Registry
 from agent_box.registry.contract import CONTRACT
 from agent_box.registry.database import Database
 
 if TYPE_CHECKING:
-    from agent_box.bus.server import Call, Handler
+    from agent_box.bus.server import Handler
     from agent_box.process.skeleton import Context, Service
 
 DATABASE: Final = "registry.db"
@@ -37,11 +36,18 @@ class RegistryService:
             ask=self._ask,
             epoch=context.epoch,
             log=context.log,
+            tasks=context.tasks,
             on_append=self._ring,
         )
         self.outcomes: Outcomes | None = database.outcomes
         self.handlers: Mapping[str, Handler] = {
-            "create": self._create,
+            "create": registry.create,
+            "start": registry.start_instance,
+            "stop": registry.stop_instance,
+            "pause": registry.pause,
+            "resume": registry.resume,
+            "delete": registry.delete,
+            "follow": lambda request, call: registry.follow(request),
             "list": lambda request, call: registry.list(),
             "inspect": lambda request, call: registry.inspect(request),
             "logs": lambda request, call: registry.logs(request),
@@ -68,22 +74,13 @@ class RegistryService:
         if tampered := self._registry.core.tampered():
             context.problem = f"records are refused: {', '.join(p.name for p in tampered)}"
         context.tasks.spawn(self._hush_when_draining(), name="hush")
-        self._settle()
+        context.tasks.spawn(self._registry.sweep(), name="sweep")
+        self._registry.settle()
 
     async def stop(self) -> None:
         self._registry.close()
         if self._bell is not None:
             self._bell.close()
-
-    async def _create(self, request: api.Create, call: Call) -> api.Row:
-        try:
-            return await self._registry.create(request, call)
-        finally:
-            self._settle()  # there may be something that could not be undone
-
-    def _settle(self) -> None:
-        if self._registry.core.unsettled():
-            self._context.tasks.spawn(self._registry.settle(), name="settle")
 
     async def _hush_when_draining(self) -> None:
         await self._context.server.drain_asked.wait()

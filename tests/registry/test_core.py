@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.registries import CONFIG, Crash, World, create, made, policy_set, refuse
+from support.registries import CONFIG, IMAGES, Crash, World, create, made, policy_set, refuse
 
 from agent_box.bus.errors import Reason, Refusal
+from agent_box.registry import commands as deciding
 from agent_box.registry import contract as api
-from agent_box.registry import core as deciding
 from agent_box.registry import record
 from agent_box.registry.core import NOTES_BURST, Core
 
@@ -34,12 +34,13 @@ def test_create() -> None:
         state="stopped",
         kind="persistent",
         profile="rust",
-        image="rust",
+        image="base",
         cpus=2,
         memory=8 << 30,
         disk=30 << 30,
+        images=IMAGES,
     )
-    assert core.rows() == api.Rows(instances=[row], problems=[])
+    assert core.rows() == api.Rows(instances=[row], problems=[], strays=[])
     assert world.holds == {ID: "stopped"}
     assert world.kinds() == ["create-begun", "allocate-begun", "created"]
     assert [type(c).__name__ for c in world.done] == [
@@ -345,7 +346,10 @@ def test_what_changes_while_the_engine_is_asked_is_not_overwritten() -> None:
     plan = core.reconcile()
     assert isinstance(next(plan), deciding.EngineList)
     observed = world._do(deciding.EngineList())
-    assert isinstance(plan.send(observed), deciding.EngineDelete)
+    follows = plan.send(observed)
+    assert isinstance(follows, deciding.Commit)
+    world._do(follows)
+    assert isinstance(plan.send(None), deciding.EngineDelete)
     world.play(core.policy_set(policy_set("second", allow=["a.test"]), now_ms=2))
     world.holds.pop("0" * 32)
     assert isinstance(plan.send(None), deciding.EngineList)

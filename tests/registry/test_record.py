@@ -242,7 +242,14 @@ def test_a_record_is_packed_the_same_way_every_time() -> None:
 
 @pytest.mark.parametrize(
     "field, value",
-    [("format", 2), ("state", "unknown"), ("state", "made-up"), ("kind", "other"), ("cpus", "4")],
+    [
+        ("format", 1),
+        ("format", 3),
+        ("state", "unknown"),
+        ("state", "made-up"),
+        ("kind", "other"),
+        ("cpus", "4"),
+    ],
 )
 def test_a_packed_record_that_cannot_be_is_refused(field: str, value: object) -> None:
     built = msgspec.to_builtins(a_record())

@@ -23,7 +23,9 @@ class Log:
 
 
 def context(data: Path) -> Any:
-    return SimpleNamespace(data=data, config=None, epoch=b"e" * 16, log=Log(), problem=None)
+    return SimpleNamespace(
+        data=data, config=None, epoch=b"e" * 16, log=Log(), problem=None, tasks=None
+    )
 
 
 def test_every_method_has_a_handler(tmp_path: Path) -> None:

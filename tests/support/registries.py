@@ -11,14 +11,16 @@ from typing import TypeVar
 
 from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.schema import Wire
+from agent_box.channel import contract as channel
 from agent_box.config.model import Config
 from agent_box.config.parse import builtin, parse
 from agent_box.engine import contract as engine
 from agent_box.netstack import contract as net
+from agent_box.registry import commands as deciding
 from agent_box.registry import contract as api
-from agent_box.registry import core as deciding
 from agent_box.registry import journal, record
-from agent_box.registry.core import Command, Core, Found, Plan
+from agent_box.registry.commands import Command, Plan
+from agent_box.registry.core import Core, Found
 from agent_box.registry.journal import New
 
 R = TypeVar("R")
@@ -29,7 +31,7 @@ version = 1
 [defaults]
 profile = "rust"
 [profiles.rust]
-image = "rust"
+image = "base"
 cpus = 4
 memory = "8G"
 disk = "30G"
@@ -74,6 +76,13 @@ class World:
     Attributes:
         records: on disk, by id, with the hash that the journal has.
         holds: what the engine has allocated; by id, the state of the VMM.
+        boots: the number of its last boot; by id.
+        exits: how a VMM that is stopped ended: status and signal; by id.
+        guests: ids whose guest answers; None: all do.
+        surrounded: whether broker and netstack serve instances.
+        woken: ids for which something is left to do.
+        now_ms: the time.
+        overtake: done while a guest is waited for; what comes of it is noticed.
         fail: asked before each command with its number from 0; what it gives is raised
             instead of doing it.
         after: the same, after it was done: the reply is lost.
@@ -83,6 +92,15 @@ class World:
     records: dict[str, tuple[str, bytes, str]] = field(default_factory=dict)
     events: list[New] = field(default_factory=list)
     holds: dict[str, str] = field(default_factory=dict)
+    boots: dict[str, int] = field(default_factory=dict)
+    exits: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    guests: set[str] | None = None
+    surrounded: bool = False
+    woken: list[str] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+    now_ms: int = 1_000
+    overtake: Callable[[], None] | None = None
+    core_now: Core | None = None
     applied: list[tuple[str, net.Policy]] = field(default_factory=list)
     done: list[Command] = field(default_factory=list)
     replies: list[Wire] = field(default_factory=list)
@@ -95,6 +113,7 @@ class World:
         core.load(
             Found(id, name, packed, hash) for id, (name, packed, hash) in self.records.items()
         )
+        self.core_now = core
         return core
 
     def play(self, plan: Plan[R]) -> R:
@@ -137,7 +156,11 @@ class World:
             case deciding.EngineCreate():
                 self.holds[command.instance] = "stopped"
             case deciding.EngineDelete():
+                if self.holds.get(command.instance, "stopped") != "stopped":
+                    raise Refusal(Reason.CONFLICT, "its machine is running")
                 self.holds.pop(command.instance, None)
+                self.boots.pop(command.instance, None)
+                self.exits.pop(command.instance, None)
             case deciding.ApplyPolicy():
                 self.applied.append((command.instance, command.policy))
             case deciding.CheckFlow():
@@ -149,7 +172,88 @@ class World:
                     address="127.0.0.1", host_port=8080, guest_port=80, public=False
                 )
                 return net.Forwards(forwards=[forward])
+            case _:
+                return self._live(command)
         return None
+
+    def _live(self, command: Command) -> object:
+        match command:
+            case deciding.Clock():
+                return self.now_ms
+            case deciding.Tell():
+                self.phases.append(command.phase)
+            case deciding.Wake():
+                self.woken.append(command.instance)
+            case deciding.WasRemoved():
+                return any(
+                    e.kind == "removed" and e.instance == command.instance for e in self.events
+                )
+            case deciding.BrokerUp() | deciding.NetUp() | deciding.Down():
+                if not self.surrounded:
+                    raise Refusal(Reason.UNAVAILABLE, "this version serves no instances yet")
+            case deciding.EngineBoot():
+                return self._boot(command.boot)
+            case deciding.EngineChange():
+                return self._change(command.change, command.vmm)
+            case deciding.Provision():
+                asked = command.provision
+                return self._guest(asked.instance, asked.boot, command.intent)
+            case deciding.SetTime():
+                return self._guest(command.guest.instance, command.guest.boot, None)
+            case deciding.PowerOff():
+                said = self._guest(command.guest.instance, command.guest.boot, command.intent)
+                if not isinstance(said, channel.Provisioned):
+                    return said if isinstance(said, deciding.Overtaken) else None
+                self.end(command.guest.instance, 0, None)
+            case deciding.AwaitEnd():
+                if self._overtaken(command.vmm.instance, command.intent):
+                    return deciding.Overtaken()
+                there = self._seen(command.vmm.instance)
+                return there if there.state == "stopped" else None
+        return None
+
+    def end(self, id: str, status: int | None, signal: int | None) -> None:
+        """The VMM ends."""
+        self.holds[id], self.exits[id] = "stopped", (status, signal)
+
+    def _boot(self, boot: engine.Boot) -> engine.Observed:
+        id = boot.instance
+        if id not in self.holds:
+            raise Refusal(Reason.NOT_FOUND, "no such instance")
+        if self.boots.get(id) != boot.boot:
+            if self.holds[id] != "stopped":
+                raise Refusal(Reason.CONFLICT, "another boot runs")
+            assert boot.boot > self.boots.get(id, 0)
+            self.holds[id], self.boots[id] = "running", boot.boot
+            self.exits.pop(id, None)
+        return self._seen(id)
+
+    def _change(self, change: str, vmm: engine.Vmm) -> engine.Observed:
+        id = vmm.instance
+        if self.boots.get(id) != vmm.boot:
+            raise Refusal(Reason.CONFLICT, "another boot is meant")
+        if change == "kill" and self.holds[id] != "stopped":
+            self.end(id, None, 9)
+        elif self.holds[id] in ("running", "paused"):
+            self.holds[id] = {"pause": "paused", "resume": "running"}[change]
+        return self._seen(id)
+
+    def _overtaken(self, id: str, intent: int | None) -> bool:
+        if self.overtake is not None:
+            overtake, self.overtake = self.overtake, None
+            overtake()
+        assert self.core_now is not None
+        now = self.core_now.by_id(id)
+        return intent is not None and (now is None or now.intent != intent)
+
+    def _guest(self, id: str, boot: int, intent: int | None) -> object:
+        if self._overtaken(id, intent):
+            return deciding.Overtaken()
+        if self.holds.get(id) == "stopped" or self.boots.get(id) != boot:
+            return self._seen(id)
+        if self.holds[id] != "running" or (self.guests is not None and id not in self.guests):
+            raise Refusal(Reason.DEADLINE, "the guest does not answer")
+        return channel.Provisioned(version="1", skew_ms=3)
 
     def _commit(self, command: deciding.Commit) -> None:
         hashes = {
@@ -175,13 +279,31 @@ class World:
             self.replies.append(command.reply)
 
     def _seen(self, id: str) -> engine.Observed:
+        ended = self.holds[id] == "stopped"
+        status, signal = self.exits.get(id, (None, None)) if ended else (None, None)
         return engine.Observed(
-            instance=id, state=self.holds[id], boot=None, exit_status=None, exit_signal=None
+            instance=id,
+            state=self.holds[id],  # type: ignore[arg-type]
+            boot=self.boots.get(id),
+            exit_status=status,
+            exit_signal=signal,
         )
 
 
+IMAGES = api.Images(
+    kernel="1" * 64, initramfs="2" * 64, variant="3" * 64, guest="4" * 64, harness=None
+)
+
+
 def create(name: str = "web1", **fields: object) -> api.Create:
-    given: dict[str, object] = {"profile": None, "cpus": None, "memory": None, "disk": None}
+    given: dict[str, object] = {
+        "profile": None,
+        "cpus": None,
+        "memory": None,
+        "disk": None,
+        "image": "base",
+        "images": IMAGES,
+    }
     return api.Create(name=name, **{**given, **fields})  # type: ignore[arg-type]
 
 
