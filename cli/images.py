@@ -122,11 +122,12 @@ def verify(out: Render, *, variants: list[str]) -> None:
     Raises:
         Failure: exit 3; a file is corrupt or gone. The digests stand in the error.
     """
-    from agent_box.engine.image import cache, oci
+    from agent_box.engine.image import blobs, cache, oci
     from agent_box.engine.image.manifest import ImageMissing
 
     here, config_dir = _place()
     with _told():
+        blobs.make(here)
         held = cache.held(here)
         for name in variants:
             if not any(image.manifest.name == name for image in held.images):

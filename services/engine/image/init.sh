@@ -39,15 +39,15 @@ while read -r module; do
 done </modules/list
 
 find_drive variant
-$b mount -t erofs -o ro,nodev "$device" /root || fail "cannot mount the drive variant, $device"
-$b mount -t tmpfs -o nosuid,nodev,mode=0755 tmpfs /root/run || fail "cannot mount /run"
-$b mkdir -p /root/run/box/guest
+$b mount -t erofs -o ro,nodev "$device" /new || fail "cannot mount the drive variant, $device"
+$b mount -t tmpfs -o nosuid,nodev,mode=0755 tmpfs /new/run || fail "cannot mount /run"
+$b mkdir -p /new/run/box/guest
 find_drive guest
-$b mount -t erofs -o ro,nosuid,nodev "$device" /root/run/box/guest ||
+$b mount -t erofs -o ro,nosuid,nodev "$device" /new/run/box/guest ||
   fail "cannot mount the drive guest, $device"
-[ -x /root/usr/bin/python3 ] || fail "the drive variant has no /usr/bin/python3"
-[ -f /root/run/box/guest/box-guest.pyz ] || fail "the drive guest has no box-guest.pyz"
+[ -x /new/usr/bin/python3 ] || fail "the drive variant has no /usr/bin/python3"
+[ -f /new/run/box/guest/box-guest.pyz ] || fail "the drive guest has no box-guest.pyz"
 for directory in dev proc sys; do
-  $b mount --move "/$directory" "/root/$directory" || fail "cannot move /$directory"
+  $b mount --move "/$directory" "/new/$directory" || fail "cannot move /$directory"
 done
-exec $b switch_root /root /usr/bin/python3 -I -S -B /run/box/guest/box-guest.pyz
+exec $b switch_root /new /usr/bin/python3 -I -S -B /run/box/guest/box-guest.pyz

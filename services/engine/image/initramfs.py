@@ -18,7 +18,7 @@ MODULES: Final = (
     *("erofs", "overlay", "crc32c", "ext4", "tun", "vsock", "vmw_vsock_virtio_transport"),
 )
 ALIASES: Final = {"crc32c": ("crc32c", "crc32c_generic")}  # built in on some kernels
-DIRECTORIES: Final = ("bin", "dev", "modules", "proc", "root", "sys")
+DIRECTORIES: Final = ("bin", "dev", "modules", "new", "proc", "sys")
 
 
 def make(busybox: bytes, modules: Mapping[str, bytes], builtin: str) -> bytes:
