@@ -60,9 +60,15 @@ def _piped(limit: int) -> bytes:
 
 def _typed(out: Render, what: str, limit: int) -> bytes:
     untrusted = b""
-    with _hidden(lambda: out.ask(f"{what}: ")):
+    with _woken() as signalled, _hidden(lambda: out.ask(f"{what}: ")):
         try:
-            while len(untrusted) <= limit + 1 and (piece := os.read(0, limit + 2)):
+            while len(untrusted) <= limit + 1:
+                if 0 not in select.select([0, signalled], [], [])[0]:
+                    os.read(signalled, 64)
+                    continue
+                piece = os.read(0, limit + 2)
+                if not piece:
+                    break
                 untrusted += piece
                 more = select.select([0], [], [], _PASTE_S)[0]
                 if untrusted.endswith(b"\n") and not more:
@@ -74,6 +80,20 @@ def _typed(out: Render, what: str, limit: int) -> bytes:
             f"a terminal passes no more than {_LINE_MAX} bytes of a line: pipe the value in"
         )
     return untrusted
+
+
+@contextmanager
+def _woken() -> Iterator[int]:
+    """A descriptor that is readable when a signal came. Python only notes a signal and looks
+    at it later; one that comes just before a read would wait for the next key."""
+    hear, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    try:
+        yield hear
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(hear)
+        os.close(tell)
 
 
 @contextmanager

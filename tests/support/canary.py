@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, quote_plus
 
+FILE_MAX = 64 << 20  # bytes; images and disks of others are larger, and nothing of ours here
 PIECE = 12  # bytes of its beginning and of its end that are searched for by themselves
 
 
@@ -37,7 +38,7 @@ class Canary:
         return [name for name, form in self.forms.items() if form in data]
 
     def in_files(self, roots: Iterable[Path], *, since_ns: int = 0) -> list[Found]:
-        """Looks into every file of ours below `roots`, by content and by name.
+        """Looks into every file of ours below `roots`, by content and by name, but for huge ones.
 
         Args:
             since_ns: leaves out what was not written since then (Unix time).
@@ -113,5 +114,6 @@ def _files(roots: Iterable[Path], since_ns: int) -> Iterator[Path]:
                     facts = path.lstat()
                 except OSError:
                     continue
-                if facts.st_uid == uid and facts.st_mtime_ns >= since_ns:
+                ours = facts.st_uid == uid and facts.st_size <= FILE_MAX
+                if ours and facts.st_mtime_ns >= since_ns:
                     yield path
