@@ -76,6 +76,7 @@ def report(env: Mapping[str, str]) -> Iterator[Line]:
     yield from probes.cgroup(needed=config.engine.helper == "system")
     yield from probes.thp()
     yield from _machines(config)
+    yield from _images(_state(env), config, daemon)
     yield from probes.disk(_state(env))
     yield from probes.swap()
     yield _egress(config)
@@ -145,8 +146,17 @@ def _machines(config: Config) -> Iterator[Line]:
         None: "the guest reaches KVM in the host kernel, or QEMU's emulator",
     }[config.engine.accel]
     yield ok("isolation", f"{reaches}; virtio-blk in QEMU, vsock in a process of ours", "design")
-    yield note("guest-kernel", "none is installed", "image-not-pulled", "this program")
-    yield note("image", "none is installed", "image-not-pulled", "this program")
+
+
+def _images(state: Path, config: Config, daemon: _Daemon | None) -> Iterator[Line]:
+    """What may be booted, hashed anew. Who uses it, a registry that answers is asked."""
+    from agent_box.cli import images
+
+    asked = daemon is not None and daemon.holder is not None
+    rows = None
+    if asked and daemon is not None and not isinstance(daemon.said["registry"], str):
+        rows = images.recorded(daemon.place)
+    yield from images.report(Paths(state / "unused", state), config, rows)
 
 
 def _egress(config: Config) -> Line:

@@ -95,7 +95,18 @@ NOTES: Final[dict[str, Name]] = {
     "host-swap": Name(
         "The host swaps: memory of guests may reach the disk.", "Encrypt it, or switch it off."
     ),
-    "image-not-pulled": Name("There is no image to start.", "Nothing yet: no image is built."),
+    "image-digest-mismatch": Name(
+        "A cached file is not what it was; nothing starts from it.",
+        "`agent-box image verify` removes it; then build or pull the image again.",
+    ),
+    "image-not-pulled": Name(
+        "There is no image of a variant that a profile uses.",
+        "`agent-box image build VARIANT`; the line says what building lacks.",
+    ),
+    "image-outdated": Name(
+        "An image has another version of our own code in it than this program brings.",
+        "`agent-box image build VARIANT --guest`.",
+    ),
     "instance-state-unknown": Name("The engine could not observe at least one instance.", ""),
     "io-max-missing": Name("The cgroup has no io controller: disk I/O is not limited.", ""),
     "landlock-missing": Name(

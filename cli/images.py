@@ -16,7 +16,9 @@ from agent_box.cli import link
 from agent_box.cli.render import Failure, Render, Usage, table
 
 if TYPE_CHECKING:
+    from agent_box.cli.probes import Line
     from agent_box.cli.values import ImageSource
+    from agent_box.config.model import Config
     from agent_box.engine.image.cache import Held, Image, Verdict
     from agent_box.engine.image.manifest import Manifest
     from agent_box.process.paths import Paths
@@ -96,7 +98,7 @@ def list_images(out: Render) -> None:
 
     here, _ = _place()
     held = cache.held(here)
-    rows = _recorded()
+    rows = recorded(link.place())
     images = []
     for image in held.images:
         users = None if rows is None else _users(rows, image)
@@ -147,7 +149,7 @@ def verify(out: Render, *, variants: list[str]) -> None:
         "missing": gone,
         "problems": _problems(held),
     }
-    text = "\n".join(map(_verdict_line, judged)) or "no image is cached"
+    text = "\n".join(map(_verdict_text, verdicts)) or "no image is cached"
     if corrupt or gone or held.bad:
         told = [
             *(f"{digest} did not match and was removed" for digest in corrupt),
@@ -190,6 +192,67 @@ def gc(out: Render) -> None:
     number = len(removed.manifests)
     text = f"{number} image{'' if number == 1 else 's'} removed, {removed.bytes >> 20} MiB freed"
     out.result(result, text)
+
+
+def report(paths: Paths, config: Config, rows: Rows | None) -> Iterator[Line]:
+    """The lines of `doctor` about what machines boot. Every file is hashed; none is removed.
+
+    Args:
+        rows: of the registry; None when nobody answers.
+    """
+    from agent_box.cli.probes import note, ok
+    from agent_box.engine.image import boxguest, cache
+
+    held = cache.held(paths)
+    verdicts = cache.verify(paths, held.images, {}, _quiet)
+    current = {v.image.manifest.name: v for v in verdicts if v.image.current}
+    variant = config.profiles[config.defaults.profile].image
+    evidence = "sha256 of each file, Ed25519 of its manifest"
+    kernel = current.get(variant)
+    if kernel is None:
+        yield note("guest-kernel", "none is installed", "image-not-pulled", evidence)
+    else:
+        yield _kernel_line(kernel, evidence)
+    code = boxguest.digest(boxguest.sources())
+    for verdict in verdicts:
+        users = None if rows is None else _users(rows, verdict.image)
+        value = _verdict_text(verdict) + (
+            ", used by: unknown" if users is None else f", used by {len(users)}"
+        )
+        if not verdict.good:
+            yield note("image", value, "image-digest-mismatch", evidence)
+        elif verdict.image.current and verdict.image.manifest.source.guest != code:
+            yield note("image", value, "image-outdated", evidence)
+        else:
+            yield ok("image", value, evidence)
+    for sha256, why in held.bad.items():
+        yield note("image", f"{why} ({sha256[:12]})", "image-digest-mismatch", evidence)
+    for name in sorted({profile.image for profile in config.profiles.values()} - set(current)):
+        value = f"{name}: none is installed; `agent-box image build {name}` makes it{_unfit()}"
+        yield note("image", value, "image-not-pulled", "list the cache")
+
+
+def _unfit() -> str:
+    """What building lacks on this host, as the end of a line."""
+    from agent_box.engine.image import debian
+    from agent_box.engine.image.errors import HostUnfit
+
+    try:
+        debian.check()
+    except HostUnfit as error:
+        return f", which this host cannot: {error}"
+    return ""
+
+
+def _kernel_line(verdict: Verdict, evidence: str) -> Line:
+    from agent_box.cli.probes import note, ok
+
+    part, source = verdict.image.manifest.kernel, verdict.image.manifest.source
+    value = f"vmlinux {source.kernel}, sha256 {part.sha256}"
+    if verdict.files["kernel"] != "verified":
+        why = f"{value}, {verdict.files['kernel']}"
+        return note("guest-kernel", why, "image-digest-mismatch", evidence)
+    return ok("guest-kernel", f"{value}, verified (tier {2 if verdict.signers else 1})", evidence)
 
 
 # ----------------------------------------------------------------------------- below
@@ -260,19 +323,17 @@ def _line(image: dict[str, Any]) -> str:
     )
 
 
-def _recorded() -> Rows | None:
+def recorded(here: link.Place) -> Rows | None:
     """What the registry holds; None when no daemon runs, or it does not say. Starts nothing."""
     from agent_box.bus.errors import Refusal
     from agent_box.bus.schema import Empty
-    from agent_box.process.paths import PathsError
     from agent_box.registry.contract import Rows
 
     try:
-        here = link.place()
         if link.holder(here) is None:
             return None
         registry = link.connect(here, "registry")
-    except (PathsError, Failure):
+    except Failure:
         return None
     try:
         rows = registry.call("list", Empty(), deadline_s=ASK_S)
@@ -345,10 +406,11 @@ def _judged(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _verdict_line(image: dict[str, Any]) -> str:
-    bad = [f"{what} {tier}" for what, tier in image["files"].items() if tier != "verified"]
-    tiers = ", ".join(f"tier {number} {outcome}" for number, outcome in image["tiers"].items())
-    by = f" (signed by {', '.join(image['signers'])})" if image["signers"] else ""
-    return f"{image['variant']}: sha256 {image['digest']}, {tiers}{by}" + (
-        f": {', '.join(bad)}" if bad else ""
-    )
+def _verdict_text(verdict: Verdict) -> str:
+    from agent_box.engine.image.cache import FORMAT
+
+    judged = _judged(verdict)
+    bad = [f"{what} {tier}" for what, tier in verdict.files.items() if tier != "verified"]
+    name = judged["variant"] + ("" if verdict.image.current else " (older)")
+    tiers = [f"tier {number} {outcome}" for number, outcome in judged["tiers"].items()]
+    return ", ".join([f"{name}, sha256 {judged['digest']}", FORMAT, *tiers, *bad])

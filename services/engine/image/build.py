@@ -287,14 +287,14 @@ def _relay(source: IO[str], log: IO[str], tell: Tell, secrets: Sequence[str]) ->
         log.write(line)
         log.flush()
         word, _, rest = line.strip().partition(": ")
-        if word == "I" and rest.split(" ")[0] in _TOLD:
+        if word == "I" and rest.startswith(_TOLD):
             tell(f"  {rest}")
         elif word == "E" and (not why or not why.startswith("E: ")):
             why = line.strip()
     return why.removeprefix("E: ")
 
 
-_TOLD: Final = ("running", "downloading", "extracting", "installing", "creating")
+_TOLD: Final = ("running apt-get", "downloading", "extracting", "installing", "creating")
 
 
 def _kernel(fetched: Path) -> tuple[bytes, bytes, str]:
