@@ -1,9 +1,11 @@
 """The agent process: it serves the host's control streams and does what they ask.
 
 One thread and one selector. It may die at any time: PID 1 keeps the listeners and forks
-another, which finds the mounts done and its provisioning in /run. Terminals, the network
-pump and the harness are served by modules of their own beside this one; a port that nothing
-serves yet accepts and closes, so that the host learns at once that nobody is there.
+another, which finds the mounts done and its provisioning in /run/box. What could block it,
+because it touches files that the agent's uid owns, is done in a child with a deadline.
+Terminals, the network pump and the harness are served by modules of their own beside this
+one; a port that nothing serves yet accepts and closes, so that the host learns at once that
+nobody is there.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ VERSION: Final = "0.1.0"
 SESSIONS_MAX: Final = 16
 UNSENT_MAX: Final = 4 << 20  # bytes of replies that a host may leave unread
 KEPT: Final = "/run/box/provision.json"  # root's alone, in memory, for the next agent process
+CHILD_S: Final = 20.0  # for what is done as the agent
 GRACE_S: Final = 3.0  # between SIGTERM and SIGKILL at power-off
-SUDOERS: Final = disk.ROOT + "/etc/sudoers.d/agent-box"
+SUDOERS: Final = "/etc/sudoers.d/agent-box"  # in the agent's root
 
 
 def main(inherited: Inherited) -> None:
     """Serves until the machine powers off."""
+    system.spare(-1000)
     Agent(inherited).run()
 
 
@@ -43,10 +47,11 @@ class Agent:
     def __init__(self, inherited: Inherited) -> None:
         self._selector = selectors.DefaultSelector()
         self._disk = disk.prepare()
-        if self._disk.state != "ok":
+        if self._disk.text:
             system.log(self._disk.text)
-        self.provision: dict[str, Any] | None = _kept()
-        self._sessions: set[_Stream] = set()
+        self.provision = _kept()
+        self._last_ns = 0  # of the host's boot clock: nothing older than this is obeyed
+        self._streams: dict[_Stream, None] = {}  # oldest first
         self._off = False
         for port, listener in inherited.listeners.items():
             serve = self._control if port == CONTROL_PORT else _nobody
@@ -57,7 +62,7 @@ class Agent:
         while not self._off:
             for key, events in self._selector.select():
                 key.data(events)
-        _power_off()
+        power_off()
 
     def greeting(self) -> dict[str, Any]:
         """The fields of our hello: what the host needs to know before it asks for anything."""
@@ -76,13 +81,16 @@ class Agent:
         }
 
     def _control(self, connection: socket.socket) -> None:
-        if len(self._sessions) >= SESSIONS_MAX:
-            connection.close()
-            return
-        self._sessions.add(_Stream(self, connection, self._selector))
+        """A new stream. When there are too many, the oldest was left behind by a host process
+        that is gone: the newest is the one that somebody waits for."""
+        while len(self._streams) >= SESSIONS_MAX:
+            next(iter(self._streams)).end("too many streams")
+        stream = _Stream(self, connection, self._selector)
+        self._streams[stream] = None
+        stream.begin()
 
     def ended(self, stream: _Stream) -> None:
-        self._sessions.discard(stream)
+        self._streams.pop(stream, None)
 
     def perform(self, action: Action) -> dict[str, Any]:
         """Does one operation and returns the fields of its reply.
@@ -93,17 +101,27 @@ class Agent:
         return _OPERATIONS[action.op](self, action.fields)
 
     def _provision(self, fields: dict[str, Any]) -> dict[str, Any]:
-        off = system.set_clock(fields["time_ns"])
+        off = self._set_clock(fields)
         socket.sethostname(fields["hostname"])
         if self._disk.state == "ok":
-            _sudo(fields["sudo"])
-            _as_agent(lambda: _write_files(fields["files"]))
-        self.provision = {k: v for k, v in fields.items() if k != "time_ns"}
+            files = fields["files"]
+            in_root(lambda: _settle(fields["hostname"], sudo=fields["sudo"]), uid=0)
+            if files:
+                in_root(lambda: write_files(files), uid=disk.AGENT_UID)
+        self.provision = {k: v for k, v in fields.items() if k not in ("time_ns", "at_ns")}
         _keep(self.provision)
         return {"off_ns": off, "now_ns": time.time_ns()}
 
     def _time(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return {"off_ns": system.set_clock(fields["time_ns"]), "now_ns": time.time_ns()}
+        return {"off_ns": self._set_clock(fields), "now_ns": time.time_ns()}
+
+    def _set_clock(self, fields: dict[str, Any]) -> int:
+        """A request that lay in a paused machine must not set the clock back after one that
+        was sent when it ran again."""
+        if fields["at_ns"] < self._last_ns:
+            raise OSError("it is older than the last that was done")
+        self._last_ns = fields["at_ns"]
+        return system.set_clock(fields["time_ns"])
 
     def _trim(self, _: dict[str, Any]) -> dict[str, Any]:
         if self._disk.state != "ok":
@@ -140,7 +158,16 @@ class _Stream:
         self._session = Session(agent.greeting())
         self._unsent = bytearray()
         selector.register(connection, selectors.EVENT_READ, self._ready)
-        self._flush()
+
+    def begin(self) -> None:
+        """Sends what there is to be said first."""
+        self._ready(0)
+
+    def end(self, why: str) -> None:
+        system.log(f"control stream ended: {why}")
+        self._selector.unregister(self._connection)
+        self._connection.close()
+        self._agent.ended(self)
 
     def _ready(self, events: int) -> None:
         try:
@@ -148,8 +175,7 @@ class _Stream:
                 self._read()
             self._flush()
         except (OSError, FrameError) as error:
-            system.log(f"control stream ended: {error}")
-            self._close()
+            self.end(str(error))
 
     def _read(self) -> None:
         try:
@@ -161,8 +187,9 @@ class _Stream:
         for action in self._session.feed(untrusted):
             try:
                 self._session.reply(self._agent.perform(action))
-            except (OSError, OverflowError, ValueError) as error:
-                self._session.refuse(f"{action.op}: {error}")
+            except Exception as error:  # noqa: BLE001 - the host is told, and the others served
+                why = str(error) or type(error).__name__
+                self._session.refuse(f"{action.op}: {why}")
 
     def _flush(self) -> None:
         self._unsent += self._session.outgoing()
@@ -173,11 +200,6 @@ class _Stream:
                 del self._unsent[: self._connection.send(self._unsent)]
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
         self._selector.modify(self._connection, events, self._ready)
-
-    def _close(self) -> None:
-        self._selector.unregister(self._connection)
-        self._connection.close()
-        self._agent.ended(self)
 
 
 def _accepting(
@@ -193,7 +215,11 @@ def _accepting(
         if cid != HOST_CID:
             connection.close()  # a process of the guest; only the host is ever heard
             return
-        serve(connection)
+        try:
+            serve(connection)
+        except OSError as error:
+            system.log(f"a stream could not be served: {error}")
+            connection.close()
 
     return accept
 
@@ -203,11 +229,17 @@ def _nobody(connection: socket.socket) -> None:
 
 
 def _kept() -> dict[str, Any] | None:
+    """What the agent process before this one was given; None when that cannot be told."""
     try:
         with open(KEPT) as file:
-            kept: dict[str, Any] = json.load(file)
-            return kept
+            kept = json.load(file)
+        if type(kept["boot"]) is int:
+            return dict(kept)
+        raise ValueError("no boot")
     except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        system.log(f"what was provisioned is lost: {type(error).__name__}")
         return None
 
 
@@ -218,88 +250,117 @@ def _keep(provision: dict[str, Any]) -> None:
     os.replace(KEPT + ".new", KEPT)
 
 
-def _sudo(allowed: bool) -> None:
-    if not allowed:
+def _settle(hostname: str, *, sudo: bool) -> None:
+    """Runs as root in the agent's root: what of /etc depends on the provisioning."""
+    hosts = f"127.0.0.1 localhost\n127.0.1.1 {hostname}\n::1 localhost ip6-localhost\n"
+    _replace("/etc/hostname", f"{hostname}\n", 0o644)
+    _replace("/etc/hosts", hosts, 0o644)
+    if sudo:
+        os.makedirs(os.path.dirname(SUDOERS), mode=0o750, exist_ok=True)
+        _replace(SUDOERS, "agent ALL=(ALL:ALL) NOPASSWD: ALL\n", 0o440)
+    else:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(SUDOERS)
-        return
-    os.makedirs(os.path.dirname(SUDOERS), mode=0o750, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(SUDOERS, flags, 0o440), "w") as file:
-        file.write("agent ALL=(ALL:ALL) NOPASSWD: ALL\n")
 
 
-def _write_files(files: list[dict[str, Any]]) -> None:
-    """Runs as the agent in the agent's root, so that no link of the agent's leads us astray."""
+def write_files(files: list[dict[str, Any]]) -> None:
+    """Runs as the agent in the agent's root, so that no link of the agent's leads anywhere
+    where the agent could not write itself.
+
+    Raises:
+        OSError: a path outside of the agent's home, or what the kernel says.
+    """
     for item in files:
         path = os.path.normpath(item["path"])
         if not path.startswith(disk.HOME + "/"):
             raise OSError(f"{path} is not below {disk.HOME}")
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        fd = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(fd, "w") as file:
-            os.fchmod(fd, item["mode"] & 0o777)
-            file.write(item["content"])
-        os.replace(path + ".new", path)
+        _replace(path, item["content"], item["mode"] & 0o777)
 
 
-def _as_agent(work: Callable[[], None]) -> None:
-    """Does `work` in a child that has the agent's root and uid.
+def _replace(path: str, content: str, mode: int) -> None:
+    """Puts a new file in the place of whatever lies there, a link or a pipe too."""
+    new = path + ".new"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(new, flags, 0o600), "w") as file:
+        os.fchmod(file.fileno(), mode)
+        file.write(content)
+    os.replace(new, path)
+
+
+def in_root(work: Callable[[], None], *, uid: int) -> None:
+    """Does `work` in a child that has the agent's root, and that uid and gid.
+
+    What the agent left there, a pipe or a file system of its own, may block the child: after
+    `CHILD_S` it is killed.
 
     Raises:
-        OSError: what the child said.
+        OSError: what the child said, or that it did not end.
     """
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
+        status = 1
         try:
+            system.spare(0)
             os.chroot(disk.ROOT)
             os.chdir("/")
             os.setgroups([])
-            os.setresgid(*[disk.AGENT_UID] * 3)
-            os.setresuid(*[disk.AGENT_UID] * 3)
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
             work()
-        except Exception as error:  # noqa: BLE001 - told to the parent, which raises it
-            os.write(theirs, str(error).encode()[:1000])
+            status = 0
+        except BaseException as error:  # noqa: BLE001 - told to the parent, which raises it
+            os.write(theirs, f"{error}".encode(errors="replace")[:1000])
         finally:
-            os._exit(0)
+            os._exit(status)
     os.close(theirs)
-    with open(ours, "rb") as file:
-        said = file.read()
-    os.waitpid(pid, 0)
-    if said:
-        raise OSError(said.decode(errors="replace"))
+    with open(ours, "rb", buffering=0) as file:
+        ended, _, _ = select.select([file], [], [], CHILD_S)
+        said = file.read(1000) if ended else b"it took too long"
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    if status:
+        raise OSError((said or b"it ended at once").decode(errors="replace"))
 
 
-def _power_off() -> None:
+def power_off() -> None:
+    """Ends every process, makes the data disk clean and powers off, in bounded time but for
+    what the disk itself takes. Never returns."""
     system.log("powering off")
-    for name, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, name)  # all but PID 1 and this process
-        if _all_gone(seconds):
-            break
     try:
+        for name, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, name)  # all but PID 1 and this process
+            if _all_gone(seconds):
+                break
         disk.release()
-    except OSError as error:
-        system.log(f"data disk: {error}")
-    system.power_off()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the machine goes off
+        system.log(f"at the end: {type(error).__name__}: {error}")
+    finally:
+        system.power_off()
 
 
 def _all_gone(seconds: float) -> bool:
     """Waits for every other process of user space to end."""
     poll = select.poll()
-    waiting = {}
+    waiting = set()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in (1, os.getpid()):
             with contextlib.suppress(OSError):  # it ended meanwhile, or
                 os.readlink(f"/proc/{name}/exe")  # it is a kernel thread, which has none
                 fd = os.pidfd_open(int(name))
-                waiting[fd] = name
+                waiting.add(fd)
                 poll.register(fd, select.POLLIN)
     until = time.monotonic() + seconds
     while waiting and (left := until - time.monotonic()) > 0:
         for fd, _ in poll.poll(left * 1000):
             poll.unregister(fd)
-            del waiting[fd]
+            waiting.discard(fd)
             os.close(fd)
+    for fd in waiting:
+        os.close(fd)
     return not waiting

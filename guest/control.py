@@ -7,10 +7,9 @@ does stands in agent.py; which exist, and what their fields must be, stands here
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from agent_box.guest.wire import VERSION, Decoder, FrameError, Kind, pack, unpack
+from agent_box.guest.wire import VERSION, Decoder, FrameError, Kind, VersionError, pack, unpack
 
 Check = Callable[[Any], bool]
 Fields = dict[str, Any]
@@ -26,6 +25,22 @@ def _count(value: Any) -> bool:
 
 def _flag(value: Any) -> bool:
     return type(value) is bool
+
+
+def _hostname(value: Any) -> bool:
+    """One label of RFC 1123."""
+    return (
+        _text(value)
+        and 1 <= len(value) <= 63
+        and value.isascii()
+        and value.replace("-", "a").isalnum()
+        and not value.startswith("-")
+        and not value.endswith("-")
+    )
+
+
+def _variable(value: Any) -> bool:
+    return _text(value) and value.isascii() and value.isidentifier()
 
 
 def _maybe(check: Check) -> Check:
@@ -47,28 +62,31 @@ def _object(**fields: Check) -> Check:
     return check
 
 
+# The host's wall clock, and its boot clock, by which one that was held up on its way, as by a
+# pause, is known to be older than the last.
+_TIME: Final[Mapping[str, Check]] = {"time_ns": _count, "at_ns": _count}
+
 # Every field of every request, no more and no fewer. An empty list says "none"; a field that
 # is missing is a refusal, so that nothing can be lost on the way and go unnoticed.
 OPERATIONS: Final[Mapping[str, Mapping[str, Check]]] = {
     "provision": {
         "boot": _count,
-        "hostname": _text,
-        "environment": _each(_object(name=_text, value=_text)),
+        "hostname": _hostname,
+        "environment": _each(_object(name=_variable, value=_text)),
         "files": _each(_object(path=_text, mode=_count, content=_text)),
         "harness": _maybe(_text),
         "hook": _maybe(_text),
         "sudo": _flag,
-        "time_ns": _count,
+        **_TIME,
     },
-    "time": {"time_ns": _count},
+    "time": _TIME,
     "trim": {},
     "poweroff": {},
     "ping": {},
 }
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """An operation that the host asked for; answer it with `Session.reply`."""
 
     op: str
@@ -102,8 +120,10 @@ class Session:
             fields = unpack(untrusted_payload, self._due)
             self._due += 1
             if not self._greeted:
-                if kind != Kind.HELLO or fields != {"version": VERSION}:
-                    raise FrameError("the first frame is no hello of a version we speak")
+                if kind != Kind.HELLO or fields.keys() != {"version"}:
+                    raise FrameError("the first frame is no hello")
+                if fields["version"] != VERSION or type(fields["version"]) is not int:
+                    raise VersionError(f"the host does not speak version {VERSION}, as we do")
                 self._greeted = True
             elif kind != Kind.REQUEST or self._asked:
                 raise FrameError("a frame out of turn")

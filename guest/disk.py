@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
-import subprocess
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from agent_box.guest import system
 
@@ -22,11 +20,11 @@ ROOT: Final = "/run/box/root"
 HOME: Final = "/home/agent"
 WORK: Final = "/home/agent/work"
 AGENT_UID: Final = 1000
+CHECK_S: Final = 240  # for e2fsck and resize2fs; the host waits for a start a while longer
 _TOOLS: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 
 
-@dataclass(frozen=True)
-class Disk:
+class Disk(NamedTuple):
     """What became of the data disk. `text` is one line for the operator."""
 
     state: Literal["ok", "absent", "damaged"]
@@ -44,23 +42,36 @@ def prepare() -> Disk:
     if device is None:
         return Disk("absent", 0, "the machine has no data disk")
     size = system.device_bytes(device)
+    text = ""
     try:
         if not os.path.ismount(DATA):
             _mount(device)
-            _grow(device, size)
-        if not os.path.ismount(ROOT):
-            _overlay()
-    except (OSError, subprocess.SubprocessError) as error:
+            text = _grow(device, size)
+        _overlay()
+    except OSError as error:
         return Disk("damaged", size, f"data disk: {error}")
-    return Disk("ok", size, "")
+    return Disk("ok", size, text)
 
 
 def _run(*command: str, accept: tuple[int, ...] = (0,)) -> None:
-    ended = subprocess.run(command, env=_TOOLS, capture_output=True, timeout=600, check=False)
+    import subprocess  # seldom needed, and slow to import
+
+    name = os.path.basename(command[0])
+    try:
+        ended = subprocess.run(
+            command,
+            env=_TOOLS,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=CHECK_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{name} did not end in {CHECK_S} s") from None
     if ended.returncode not in accept:
         said = (ended.stderr or ended.stdout).decode(errors="replace").strip()
         last = said.splitlines()[-1] if said else f"exit status {ended.returncode}"
-        raise OSError(f"{os.path.basename(command[0])}: {last}")
+        raise OSError(f"{name}: {last}")
 
 
 def _mount(device: str) -> None:
@@ -68,7 +79,7 @@ def _mount(device: str) -> None:
         # -p repairs only what is safe; 1 means repaired (e2fsck(8))
         _run("/sbin/e2fsck", "-p", device, accept=(0, 1))
     flags = system.MS_NOSUID | system.MS_NODEV | system.MS_NOATIME
-    system.mount(device, DATA, "ext4", flags & ~system.MS_NOSUID, "discard")
+    system.mount(device, DATA, "ext4", flags, "discard")
 
 
 def _clean(device: str) -> bool:
@@ -82,26 +93,43 @@ def _clean(device: str) -> bool:
     return bool(state & 1 and not state & 2)
 
 
-def _grow(device: str, size: int) -> None:
+def _grow(device: str, size: int) -> str:
+    """Returns why it could not: the disk is good, but smaller than it was made."""
     stat = os.statvfs(DATA)
     # the file system's own tables take up to a few per cent; less than that is no growth
     if stat.f_blocks * stat.f_frsize < size * 9 // 10:
-        _run("/sbin/resize2fs", device)
+        try:
+            _run("/sbin/resize2fs", device)
+        except OSError as error:
+            return f"data disk: it cannot be grown to {size} bytes: {error}"
+    return ""
 
 
 def _overlay() -> None:
-    for path, mode in ((f"{DATA}/upper", 0o755), (f"{DATA}/work", 0o700)):
-        os.makedirs(path, mode=mode, exist_ok=True)
-    lower = f"{HARNESS}:/" if _harness() else "/"
-    options = f"lowerdir={lower},upperdir={DATA}/upper,workdir={DATA}/work"
-    system.mount("overlay", ROOT, "overlay", system.MS_NODEV, options)
-    for path in ("/proc", "/sys", "/dev"):
-        system.mount(path, ROOT + path, "", system.MS_BIND | system.MS_REC)
-    for path, data in (("/run", "mode=0755"), ("/tmp", "mode=1777")):
-        system.mount("tmpfs", ROOT + path, "tmpfs", system.MS_NOSUID | system.MS_NODEV, data)
+    """Each mount that is not there yet: an agent process that died half-way left some."""
+    if not os.path.ismount(ROOT):
+        for path, mode in ((f"{DATA}/upper", 0o755), (f"{DATA}/work", 0o700)):
+            os.makedirs(path, mode=mode, exist_ok=True)
+        lower = f"{HARNESS}:/" if _harness() else "/"
+        options = f"lowerdir={lower},upperdir={DATA}/upper,workdir={DATA}/work"
+        system.mount("overlay", ROOT, "overlay", system.MS_NODEV, options)
+    binds = system.MS_BIND | system.MS_REC
+    strict = system.MS_NOSUID | system.MS_NODEV
+    for source, path, kind, flags, data in (
+        ("/proc", "/proc", "", binds, ""),
+        ("/sys", "/sys", "", binds, ""),
+        ("/dev", "/dev", "", binds, ""),
+        ("tmpfs", "/run", "tmpfs", strict, "mode=0755"),
+        ("tmpfs", "/tmp", "tmpfs", strict, "mode=1777"),
+    ):
+        if os.path.islink(ROOT + path):  # a root of the agent's made it, and it leads out
+            os.unlink(ROOT + path)
+        if not os.path.ismount(ROOT + path):
+            system.mount(source, ROOT + path, kind, flags, data)
+    # What the agent put in the place of these is the agent's affair, but no link is followed.
     for path in (HOME, WORK):
-        if not os.path.isdir(ROOT + path):
-            os.makedirs(ROOT + path, mode=0o755)
+        if not os.path.lexists(ROOT + path) and os.path.isdir(os.path.dirname(ROOT + path)):
+            os.mkdir(ROOT + path, mode=0o755)
             os.chown(ROOT + path, AGENT_UID, AGENT_UID, follow_symlinks=False)
 
 

@@ -4,6 +4,9 @@ It mounts, binds every vsock port and opens tun0 before any other code runs in t
 that no process of the agent's uid can ever hold a port that the host dials. Then it keeps
 one child, the agent process, and reaps. All that may fail in interesting ways is the
 agent's; it is forked and not executed, since Python takes longer to start than to fork.
+
+The kernel drops every signal to PID 1 for which there is no handler, SIGKILL and SIGSTOP too
+(kill(2), "Notes"); so there is none but SIGCHLD, which is blocked and waited for.
 """
 
 from __future__ import annotations
@@ -18,31 +21,74 @@ from agent_box.guest.ports import Inherited, listeners
 
 RESPAWN_S: Final = (0.0, 0.1, 0.5, 2.0, 5.0)  # the wait before the next start, longer each time
 STEADY_S: Final = 30.0  # an agent that lived this long starts at no wait again
+FOREVER_S: Final = 3600.0
+IGNORED: Final = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE)
+
+
+class Respawn:
+    """When the agent process is started again. No I/O: it is told the time."""
+
+    def __init__(self) -> None:
+        self.pid = 0  # of the agent; 0 while there is none
+        self._since = 0.0
+        self._deaths = 0
+        self._again = 0.0
+
+    def started(self, pid: int, now: float) -> None:
+        self.pid, self._since = pid, now
+
+    def ended(self, pid: int, now: float) -> bool:
+        """Whether the process that ended was the agent."""
+        if not self.pid or pid != self.pid:
+            return False
+        self.pid = 0
+        self._deaths = 1 if now - self._since > STEADY_S else self._deaths + 1
+        self._again = now + RESPAWN_S[min(self._deaths, len(RESPAWN_S)) - 1]
+        return True
+
+    def failed(self, now: float) -> None:
+        """It could not be forked; so that a full machine is not asked without a pause."""
+        self._again = now + RESPAWN_S[-1]
+
+    def wait(self, now: float) -> float:
+        """Seconds until one is to be started; 0 when that is now."""
+        return FOREVER_S if self.pid else max(0.0, self._again - now)
 
 
 def main() -> None:
     """Runs for as long as the machine does."""
-    for name in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
+    for name in IGNORED:
         signal.signal(name, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    system.prepare_log()
     _mounts()
-    inherited = Inherited(listeners(), _tun())
-    agent, started, deaths = _fork(inherited), time.monotonic(), 0
-    again: float | None = None  # when the agent is started again
+    try:
+        inherited = Inherited(listeners(), _tun())
+    except OSError as error:
+        # nobody could ever reach this machine: its end tells more than its silence
+        system.log(f"no port can be bound, powering off: {error}")
+        system.power_off()
+        return
+    respawn = Respawn()
     while True:
         try:
-            wait = 3600.0 if again is None else max(0.0, again - time.monotonic())
-            signal.sigtimedwait({signal.SIGCHLD}, wait)
-            while (ended := _reap()) is not None:
-                if ended == agent:
-                    steady = time.monotonic() - started > STEADY_S
-                    deaths = 1 if steady else deaths + 1
-                    wait = RESPAWN_S[min(deaths, len(RESPAWN_S)) - 1]
-                    again = time.monotonic() + wait
-            if again is not None and time.monotonic() >= again:
-                agent, started, again = _fork(inherited), time.monotonic(), None
+            _turn(respawn, inherited)
         except Exception as error:  # noqa: BLE001 - the kernel panics if this process ends
             system.log(f"PID 1 goes on after {type(error).__name__}: {error}")
+            respawn.failed(time.monotonic())
+
+
+def _turn(respawn: Respawn, inherited: Inherited) -> None:
+    """One wait, all that ended, and at most one start."""
+    wait = respawn.wait(time.monotonic())
+    if wait:
+        signal.sigtimedwait({signal.SIGCHLD}, wait)
+    while (ended := _reap()) is not None:
+        pid, status = ended
+        if respawn.ended(pid, time.monotonic()):
+            system.log(f"the agent process {pid} ended with status {status}")
+    if not respawn.pid and not respawn.wait(time.monotonic()):
+        respawn.started(_fork(inherited), time.monotonic())
 
 
 def _mounts() -> None:
@@ -68,6 +114,8 @@ def _mounts() -> None:
             os.symlink(target, name)
         except FileExistsError:
             continue
+        except OSError as error:
+            system.log(f"{name}: {error}")
 
 
 def _tun() -> int | None:
@@ -84,6 +132,9 @@ def _fork(inherited: Inherited) -> int:
         return pid
     status = 1
     try:
+        for name in IGNORED:
+            signal.signal(name, signal.SIG_DFL)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         from agent_box.guest import agent  # the agent's imports are its own, not PID 1's
 
@@ -95,13 +146,11 @@ def _fork(inherited: Inherited) -> int:
         os._exit(status)
 
 
-def _reap() -> int | None:
+def _reap() -> tuple[int, int] | None:
+    """The next process that ended, and its exit status, negative for a signal. What the
+    guest's own processes do to one another is not told: it could fill the console."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
         return None
-    if pid == 0:
-        return None
-    if os.WIFSIGNALED(status):
-        system.log(f"process {pid} ended by signal {os.WTERMSIG(status)}")
-    return pid
+    return (pid, os.waitstatus_to_exitcode(status)) if pid else None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from agent_box.guest.wire import PORTS
 
@@ -12,8 +11,7 @@ BACKLOG: Final = 1024
 BUFFER: Final = 4 << 20  # bytes a stream may have in flight to us
 
 
-@dataclass(frozen=True)
-class Inherited:
+class Inherited(NamedTuple):
     """What PID 1 opened and every agent process gets."""
 
     listeners: dict[int, socket.socket]  # by port

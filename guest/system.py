@@ -10,7 +10,6 @@ import ctypes
 import fcntl
 import os
 import struct
-import sys
 import time
 from typing import Final
 
@@ -29,16 +28,35 @@ TUNSETIFF: Final = 0x400454CA
 IFF_TUN: Final = 0x0001
 IFF_NO_PI: Final = 0x1000
 IFF_VNET_HDR: Final = 0x4000
+LOG_MAX: Final = 500  # bytes of a line
 POWER_OFF: Final = 0x4321FEDC  # reboot(2), LINUX_REBOOT_CMD_POWER_OFF
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def prepare_log() -> None:
+    """Whoever reads the console may stop reading: nobody in the guest waits for it."""
+    try:
+        os.set_blocking(2, False)
+    except OSError:
+        return  # there is no console
+
+
 def log(text: str) -> None:
-    """One line on the console, which the host keeps, capped. Never anything of provisioning."""
-    line = f"box-guest[{os.getpid()}] {time.clock_gettime(time.CLOCK_BOOTTIME):.3f}: {text}\n"
-    sys.stderr.write(line)
-    sys.stderr.flush()
+    """One line on the console, which the host keeps, capped. Never anything of provisioning.
+    A console that takes no more loses it; nothing is raised."""
+    line = f"box-guest[{os.getpid()}] {time.clock_gettime(time.CLOCK_BOOTTIME):.3f}: {text}"
+    try:
+        os.write(2, line.encode(errors="replace").replace(b"\n", b" ")[:LOG_MAX] + b"\n")
+    except OSError:
+        pass  # nobody can be told
+
+
+def spare(score: int) -> None:
+    """Says how willingly the kernel ends this process when memory is short (proc(5),
+    oom_score_adj): -1000 is never, 0 is usual."""
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write(str(score))
 
 
 def mount(source: str, target: str, kind: str, flags: int = 0, data: str = "") -> None:

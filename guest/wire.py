@@ -36,6 +36,10 @@ class FrameError(ValueError):
     """Bytes that are no frame, or a frame that does not belong here. The stream ends."""
 
 
+class VersionError(FrameError):
+    """The other end speaks other versions. One line for the operator."""
+
+
 def encode(kind: int, payload: bytes) -> bytes:
     """One frame.
 

@@ -6,6 +6,7 @@ datagram is one message: a request with its number, answered by the same number,
 one descriptor beside it (SCM_RIGHTS, unix(7)) or with a reason. Many may be under way.
 
 Bodies are msgpack under the same rules as on the bus (`wire`), and at most `MESSAGE_MAX`.
+When a connection ends, what was under way for it is cancelled.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from agent_box.bus import wire
 from agent_box.bus.errors import Reason, Refusal
@@ -24,10 +25,18 @@ from agent_box.bus.schema import Wire
 
 MESSAGE_MAX: Final = 4096  # bytes
 UNDER_WAY_MAX: Final = 256  # requests of one connection
+CONNECTIONS_MAX: Final = 8  # one is enough; the last ones of a process that was killed linger
+PAUSE_S: Final = 0.5  # without descriptors, until the next try to accept
 _NUMBER: Final = 8  # bytes before the body, little-endian
 _BACKLOG: Final = 16
 
 R = TypeVar("R", bound=Wire)
+
+
+class Hold(Protocol):
+    """Starts a task and keeps it until it ends: `process.tasks.TaskSet.hold`."""
+
+    def __call__(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]: ...
 
 
 class HandoverServer(Generic[R]):
@@ -39,7 +48,7 @@ class HandoverServer(Generic[R]):
         request: the type of a request; anything else ends the connection.
         serve: gives the descriptor, which is closed here after it was sent. It may raise
             `Refusal`, which is told; any other exception is the task's.
-        spawn: keeps the tasks that serve.
+        hold: starts the tasks that serve.
     """
 
     def __init__(
@@ -47,15 +56,16 @@ class HandoverServer(Generic[R]):
         path: Path,
         request: type[R],
         serve: Callable[[R], Awaitable[int]],
-        spawn: Callable[..., None],
+        hold: Hold,
     ) -> None:
         self._path = path
         self._request = request
         self._serve = serve
-        self._spawn = spawn
+        self._hold = hold
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
-        self._connections: set[socket.socket] = set()
+        self._paused: asyncio.TimerHandle | None = None
+        self._connections: dict[socket.socket, dict[int, asyncio.Task[None]]] = {}
 
     def start(self) -> None:
         """Binds and listens.
@@ -67,32 +77,48 @@ class HandoverServer(Generic[R]):
             self._path.unlink()
         self._listener.bind(str(self._path))
         self._listener.listen(_BACKLOG)
-        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+        self._listen()
 
     def close(self) -> None:
-        loop = asyncio.get_running_loop()
-        for open_socket in (self._listener, *self._connections):
-            loop.remove_reader(open_socket)
-            open_socket.close()
-        self._connections.clear()
+        """Ends every connection and what is under way for it."""
+        if self._paused is not None:
+            self._paused.cancel()
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()
+        for connection in list(self._connections):
+            self._end(connection)
+
+    def _listen(self) -> None:
+        self._paused = None
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
         try:
             connection, _ = self._listener.accept()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:  # no descriptors: it would be tried again and again at once
+            loop.remove_reader(self._listener)
+            self._paused = loop.call_later(PAUSE_S, self._listen)
+            return
+        if len(self._connections) >= CONNECTIONS_MAX:
+            connection.close()
             return
         connection.setblocking(False)
-        self._connections.add(connection)
-        under_way: set[int] = set()
-        asyncio.get_running_loop().add_reader(connection, self._read, connection, under_way)
+        self._connections[connection] = {}
+        loop.add_reader(connection, self._read, connection)
 
     def _end(self, connection: socket.socket) -> None:
-        if connection in self._connections:
-            self._connections.discard(connection)
-            asyncio.get_running_loop().remove_reader(connection)
-            connection.close()
+        under_way = self._connections.pop(connection, None)
+        if under_way is None:
+            return
+        asyncio.get_running_loop().remove_reader(connection)
+        connection.close()
+        for task in under_way.values():
+            task.cancel()
 
-    def _read(self, connection: socket.socket, under_way: set[int]) -> None:
+    def _read(self, connection: socket.socket) -> None:
         try:
             untrusted, _, flags, _ = connection.recvmsg(MESSAGE_MAX)
         except BlockingIOError:
@@ -108,27 +134,37 @@ class HandoverServer(Generic[R]):
             self._end(connection)
             return
         number = int.from_bytes(untrusted[:_NUMBER], "little")
-        if number in under_way or len(under_way) >= UNDER_WAY_MAX:
+        under_way = self._connections[connection]
+        if number in under_way:
             self._end(connection)
-            return
-        under_way.add(number)
-        self._spawn(self._answer(connection, under_way, number, request), name="handover")
+        elif len(under_way) >= UNDER_WAY_MAX:
+            busy = Refusal(Reason.EXHAUSTED, f"{UNDER_WAY_MAX} requests are under way")
+            self._send(connection, untrusted[:_NUMBER] + wire.encode_refusal(busy), None)
+        else:
+            work = self._answer(connection, under_way, number, request)
+            task = under_way[number] = self._hold(work, name="handover")
+            # one that is cancelled before its first step does not come to do it itself
+            task.add_done_callback(lambda over: _forget(under_way, number, over))
 
     async def _answer(
-        self, connection: socket.socket, under_way: set[int], number: int, request: R
+        self,
+        connection: socket.socket,
+        under_way: dict[int, asyncio.Task[None]],
+        number: int,
+        request: R,
     ) -> None:
         head = number.to_bytes(_NUMBER, "little")
         try:
             fd = await self._serve(request)
         except Refusal as refusal:
+            under_way.pop(number, None)  # the number may be used again once it is answered
             self._send(connection, head + wire.encode_refusal(refusal), None)
-        else:
-            try:
-                self._send(connection, head, fd)
-            finally:
-                os.close(fd)
+            return
+        try:
+            under_way.pop(number, None)
+            self._send(connection, head, fd)
         finally:
-            under_way.discard(number)
+            os.close(fd)
 
     def _send(self, connection: socket.socket, message: bytes, fd: int | None) -> None:
         if connection not in self._connections:
@@ -140,6 +176,13 @@ class HandoverServer(Generic[R]):
                 socket.send_fds(connection, [message], [fd])
         except OSError:
             self._end(connection)  # it does not read its answers, or is gone
+
+
+def _forget(
+    under_way: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]
+) -> None:
+    if under_way.get(number) is task:  # the number may be in use again
+        del under_way[number]
 
 
 class HandoverClient:
@@ -172,9 +215,11 @@ class HandoverClient:
             return fd
         except TimeoutError:
             raise Refusal(Reason.DEADLINE, "no descriptor was handed over in time") from None
+        except BlockingIOError:
+            raise Refusal(Reason.UNAVAILABLE, f"{self._path}: it takes no more") from None
         except OSError as error:
             self.close()
-            raise Refusal(Reason.UNAVAILABLE, f"{self._path.name}: {error.strerror}") from None
+            raise Refusal(Reason.UNAVAILABLE, f"{self._path}: {error.strerror}") from None
         finally:
             del self._waiting[number]
             # it may have come in the very moment in which we stopped waiting
@@ -212,11 +257,11 @@ class HandoverClient:
             return
         fds: list[int] = []
         try:
-            untrusted, fds, flags, _ = socket.recv_fds(self._connection, MESSAGE_MAX, 1)
+            untrusted, fds, flags, _ = socket.recv_fds(
+                self._connection, MESSAGE_MAX, 1, socket.MSG_CMSG_CLOEXEC
+            )
             if not untrusted or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise OSError("the other side went away")
-            for fd in fds:
-                os.set_inheritable(fd, False)
             self._take(untrusted, fds)
         except BlockingIOError:
             return

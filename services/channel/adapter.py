@@ -7,27 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Mapping
 from typing import Final
 
 from agent_box.bus.errors import Reason, Refusal
+from agent_box.bus.outbox import Outbox
 from agent_box.bus.schema import Empty
 from agent_box.bus.server import Call, Handler, StreamHandler
 from agent_box.channel import guests
 from agent_box.channel.contract import CONTRACT, Guest, Provision, Provisioned
 from agent_box.channel.control import clock
 from agent_box.channel.guests import Forged, Link
-from agent_box.channel.keeper import EVERY_S, LOOK_S, Clock, Kept
-from agent_box.guest.wire import FrameError
+from agent_box.channel.keeper import EVERY_S, LOOK_S, Clocks, Jumps, Kept
+from agent_box.guest.wire import CONTROL_PORT, FrameError
 from agent_box.process.skeleton import Context, Service, Unbuilt
 from agent_box.registry.contract import Fact, Note
 
-MISSING: Final = "this version has no terminals and no harness yet"
+MISSING: Final = "this version gives guests no terminals and no harness yet: they are not built"
 TIME_S: Final = 5.0
 SKEW_MS: Final = 500  # over this the clock is set once more
 NOTE_S: Final = 20.0
 MARGIN_S: Final = 1.0  # of a call's deadline, for the answer
+LAST_S: Final = 1.0  # at the end, for what is still to be noted
+FORGED_S: Final = 60.0  # a guest's forgeries are noted once in this time, with their number
+# What the engine says of a boot that is over, or never was.
+GONE: Final = frozenset((Reason.NOT_FOUND, Reason.CONFLICT, Reason.WRONG_STATE, Reason.BAD_REQUEST))
 
 
 def build(context: Context) -> Service:
@@ -36,15 +40,24 @@ def build(context: Context) -> Service:
 
 
 class Channel(Unbuilt):
-    """One channel."""
+    """One channel.
 
-    def __init__(self, context: Context) -> None:
+    Args:
+        clocks: the host's; tests turn them.
+    """
+
+    def __init__(self, context: Context, clocks: Clocks | None = None) -> None:
         super().__init__(CONTRACT, MISSING)
         self._context = context
-        self._kept = Kept(context.data)
+        context.problem = MISSING
+        self._clocks = clocks or Clocks()
+        self._kept = Kept(context.data, self._unkept)
         self._links: dict[str, Link] = {}
+        self._keeping: dict[str, bool] = {}  # whether once more, when it is done
+        self._forgeries: dict[str, tuple[float, int]] = {}  # instance: until when, how many
         self._dials = guests.dials(context.paths.runtime)
-        self._clock = Clock(time.time_ns(), time.monotonic_ns())
+        self._jumps = Jumps(self._clocks)
+        self._notes: Outbox[Note] = Outbox(self._send, self._not_noted)
         self.handlers: Mapping[str, Handler | StreamHandler] = {
             **self.handlers,
             "provision": self.provision,
@@ -54,51 +67,53 @@ class Channel(Unbuilt):
 
     async def start(self) -> None:
         self._context.tasks.spawn(self._keep_time(), name="time")
+        self._context.tasks.spawn(self._notes.run(), name="notes")
 
     async def stop(self) -> None:
+        await self._notes.flush(LAST_S)
         for link in self._links.values():
-            guests.end(link)
+            link.end()
         self._dials.close()
 
     async def provision(self, request: Provision, call: Call) -> Provisioned:
         """Waits for the guest as long as the caller does."""
         link = self._link(request.instance, request.boot)
-        until = time.monotonic() + max(0.0, call.remaining_s() - MARGIN_S)
+        until = self._now() + max(0.0, call.remaining_s() - MARGIN_S)
         try:
-            hello = await link.hello(until - time.monotonic())
+            hello = await link.hello(until - self._now())
             if hello.disk != "ok":
                 raise Refusal(
                     Reason.DISK_DAMAGED,
                     f"the guest cannot use its data disk: {hello.disk_text}",
                     facts={"disk": hello.disk},
                 )
-            environment = [{"name": v.name, "value": v.value} for v in request.environment]
             fields = {
                 "boot": request.boot,
                 "hostname": request.hostname,
-                "environment": environment,
+                "environment": [{"name": v.name, "value": v.value} for v in request.environment],
                 "files": [],
                 "harness": request.harness,
                 "hook": None,
                 "sudo": request.sudo,
             }
-            began = time.time_ns()
-            untrusted = await link.ask("provision", fields, until - time.monotonic())
-            skew = _skew(untrusted, began)
+            skew = await self._timed(link, "provision", fields, until - self._now())
             if abs(skew) > SKEW_MS:
-                skew = await self._set(link, until - time.monotonic())
+                skew = await self._timed(link, "time", {}, until - self._now())
         except (Forged, FrameError) as error:
             raise self._forged(link, error) from None
+        except Refusal:
+            link.reset()  # what does not come up is ended next, and asked nothing more
+            raise
         self._kept.add(request.instance, request.boot)
         self._note(request.instance, "guest-ready", {"boot": request.boot, "skew_ms": skew})
         return Provisioned(version=hello.guest, skew_ms=skew)
 
     async def set_time(self, request: Guest, call: Call) -> Provisioned:
         link = self._link(request.instance, request.boot)
-        left = max(0.0, call.remaining_s() - MARGIN_S)
+        until = self._now() + max(0.0, call.remaining_s() - MARGIN_S)
         try:
-            skew = await self._set(link, left)
-            hello = await link.hello(left)
+            skew = await self._set(link, until)
+            hello = await link.hello(until - self._now())
         except (Forged, FrameError) as error:
             raise self._forged(link, error) from None
         return Provisioned(version=hello.guest, skew_ms=skew)
@@ -110,68 +125,114 @@ class Channel(Unbuilt):
             await link.ask("poweroff", {}, max(0.0, call.remaining_s() - MARGIN_S))
         except (Forged, FrameError) as error:
             raise self._forged(link, error) from None
+        self._unlink(link)
         return Empty()
 
     # ------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return self._clocks.steady() / 1e9
 
     def _link(self, instance: str, boot: int) -> Link:
         link = self._links.get(instance)
         if link is None or link.boot != boot:
             if link is not None:
-                guests.end(link)
-            link = self._links[instance] = Link(self._dials, instance, boot)
+                link.end()
+            link = self._links[instance] = Link(self._dials, instance, boot, self._clocks)
         return link
 
-    @staticmethod
-    async def _set(link: Link, seconds: float) -> int:
-        began = time.time_ns()
-        return _skew(await link.ask("time", {}, seconds), began)
+    def _unlink(self, link: Link) -> None:
+        link.end()
+        if self._links.get(link.instance) is link:
+            del self._links[link.instance]
+            self._forgeries.pop(link.instance, None)
+
+    async def _timed(self, link: Link, op: str, fields: dict[str, object], seconds: float) -> int:
+        """Asks what sets the clock; returns the guest's against ours in ms, taking half of the
+        round trip for the way."""
+        began = self._clocks.wall()
+        untrusted = await link.ask(op, fields, seconds)
+        return round((clock(untrusted) - (began + self._clocks.wall()) // 2) / 1e6)
+
+    async def _set(self, link: Link, until: float) -> int:
+        """Sets the clock, and once more when the request lay somewhere on its way."""
+        skew = await self._timed(link, "time", {}, until - self._now())
+        if abs(skew) > SKEW_MS:
+            skew = await self._timed(link, "time", {}, until - self._now())
+        return skew
+
+    # ------------------------------------------------------------------ keeping time
 
     async def _keep_time(self) -> None:
-        """Every minute, and when the host's clock jumped, each guest gets the time."""
-        loop = asyncio.get_running_loop()
-        due = loop.time()
+        """Every minute, and when the host's clock jumped, each guest gets the time. Nothing
+        wakes us at a jump, so it is looked for."""
+        due = self._now()
         while True:
-            if self._clock.jumped(time.time_ns(), time.monotonic_ns()) or loop.time() >= due:
-                due = loop.time() + EVERY_S
-                boots = list(self._kept.boots.items())
-                await asyncio.gather(*(self._keep_one(name, boot) for name, boot in boots))
+            if self._jumps.jumped() or self._now() >= due:
+                due = self._now() + EVERY_S
+                for instance in self._kept.boots:
+                    self._keep(instance)
             await asyncio.sleep(LOOK_S)
 
-    async def _keep_one(self, instance: str, boot: int) -> None:
-        link = self._link(instance, boot)
+    def _keep(self, instance: str) -> None:
+        """Each by itself: one that does not answer keeps no other from its time."""
+        if instance in self._keeping:
+            self._keeping[instance] = True
+        else:
+            self._keeping[instance] = True
+            self._context.tasks.spawn(self._keep_one(instance), name="time")
+
+    async def _keep_one(self, instance: str) -> None:
         try:
-            await self._set(link, TIME_S)
-        except (Forged, FrameError) as error:
-            self._forged(link, error)
-        except Refusal as refusal:
-            if refusal.reason in (Reason.NOT_FOUND, Reason.CONFLICT):
-                self._kept.drop(instance, boot)  # that boot is over
-                guests.end(link)
-            # paused, or busy: it gets the time when it is resumed, or in a minute
+            while self._keeping[instance] and instance in self._kept.boots:
+                self._keeping[instance] = False
+                link = self._link(instance, self._kept.boots[instance])
+                try:
+                    await self._set(link, self._now() + TIME_S)
+                except (Forged, FrameError) as error:
+                    self._forged(link, error)
+                except Refusal as refusal:
+                    if refusal.reason in GONE:
+                        self._kept.drop(instance, link.boot)
+                        self._unlink(link)
+                    # paused, or busy: it gets the time when it is resumed, or in a minute
+        finally:
+            del self._keeping[instance]
+
+    # ------------------------------------------------------------------ what is told
 
     def _forged(self, link: Link, error: Exception) -> Refusal:
-        guests.end(link)
-        self._note(link.instance, "forgery-refused", {"port": 5000, "why": str(error)[:200]})
+        """Each ends its stream and is counted; one that forges all day fills no journal."""
+        link.reset()
+        until, count = self._forgeries.get(link.instance, (0.0, 0))
+        count += 1
+        if self._now() >= until:
+            facts: dict[str, Fact] = {
+                "port": CONTROL_PORT,
+                "count": count,
+                "why": str(error)[:200],
+            }
+            self._note(link.instance, "forgery-refused", facts)
+            until, count = self._now() + FORGED_S, 0
+        self._forgeries[link.instance] = (until, count)
         return Refusal(Reason.CONNECTION_LOST, "the guest sent what no box-guest sends")
 
     def _note(self, instance: str, kind: str, facts: dict[str, Fact]) -> None:
-        note = Note(
-            event_id=os.urandom(16),
-            instance=instance,
-            source="host-observed",
-            kind=kind,
-            facts=facts,
+        self._notes.put(
+            Note(
+                event_id=os.urandom(16),
+                instance=instance,
+                source="host-observed",
+                kind=kind,
+                facts=facts,
+            )
         )
-        self._context.tasks.spawn(self._send(note), name="note")
 
     async def _send(self, note: Note) -> None:
-        try:
-            await self._context.client("registry").call("note", note, deadline_s=NOTE_S)
-        except Refusal as refusal:
-            self._context.log.warning("a note was lost", kind=note.kind, why=refusal.message)
+        await self._context.client("registry").call("note", note, deadline_s=NOTE_S)
 
+    def _not_noted(self, note: Note, why: str) -> None:
+        self._context.log.warning("a note was lost", kind=note.kind, why=why)
 
-def _skew(untrusted_reply: dict[str, object], began_ns: int) -> int:
-    """The guest's clock against ours in ms, taking half of the round trip for the way."""
-    return round((clock(untrusted_reply) - (began_ns + time.time_ns()) // 2) / 1e6)
+    def _unkept(self, error: OSError) -> None:
+        self._context.log.warning("guests are not kept over a restart", why=error.strerror)

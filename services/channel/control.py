@@ -1,16 +1,17 @@
 """The control session as the host sees it, without I/O: the other half of guest/control.py.
 
 What a guest says is its claim. It is checked for shape here, and every text in it is cut and
-kept printable by whoever shows it.
+made printable.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from agent_box.guest.wire import VERSION, Decoder, FrameError, Kind, pack, unpack
+from agent_box.guest.wire import VERSION, Decoder, FrameError, Kind, VersionError, pack, unpack
 
 TEXT_MAX: Final = 500
+FRAME_MAX: Final = 1 << 16  # bytes that are held of a guest; a hello or a reply has far fewer
 _NS_MAX: Final = 1 << 63
 
 
@@ -30,7 +31,7 @@ class Session:
     """
 
     def __init__(self) -> None:
-        self._decoder = Decoder()
+        self._decoder = Decoder(FRAME_MAX)
         self._sent = 0
         self._due = 0
         self._waiting = False
@@ -41,6 +42,7 @@ class Session:
 
         Raises:
             FrameError: no frame, or one that is out of turn or of another shape.
+        VersionError: it speaks other versions than we.
         """
         reply = None
         for kind, untrusted_payload in self._decoder.feed(untrusted):
@@ -104,8 +106,13 @@ def clock(untrusted_reply: dict[str, Any]) -> int:
 
 def _hello(fields: dict[str, Any]) -> Hello:
     versions, disk = fields.get("versions"), fields.get("disk")
-    if not isinstance(versions, list) or VERSION not in versions:
-        raise FrameError(f"the guest does not speak version {VERSION}")
+    if not isinstance(versions, list) or not all(type(version) is int for version in versions):
+        raise FrameError("a hello without versions")
+    if VERSION not in versions:
+        theirs = ", ".join(map(str, versions[:8])) or "none"
+        raise VersionError(
+            f"box-guest speaks version {theirs} of the guest protocol, and this host {VERSION}"
+        )
     if not isinstance(disk, dict) or disk.get("state") not in ("ok", "absent", "damaged"):
         raise FrameError("a hello without the state of the disk")
     boot = fields.get("boot")
@@ -118,4 +125,4 @@ def _text(fields: dict[str, Any], name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str):
         raise FrameError(f"no text in {name}")
-    return value[:TEXT_MAX]
+    return "".join(c if c.isprintable() else "?" for c in value[:TEXT_MAX])

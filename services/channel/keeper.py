@@ -8,24 +8,45 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 FILE: Final = "guests.json"
+FILE_MAX: Final = 1 << 20
 EVERY_S: Final = 60.0
-LOOK_S: Final = 1.0  # how often the host's clock is looked at for a jump
+LOOK_S: Final = 0.5  # how often the host's clock is looked at for a jump
 JUMP_NS: Final = 200_000_000
 
 
-class Kept:
-    """Instances and their boots, written before it is acted on."""
+@dataclass(frozen=True)
+class Clocks:
+    """The host's clocks in ns: one that people set, one that only counts, and one that counts
+    while the host sleeps too."""
 
-    def __init__(self, directory: Path) -> None:
+    wall: Callable[[], int] = time.time_ns
+    steady: Callable[[], int] = time.monotonic_ns
+    boot: Callable[[], int] = lambda: time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+class Kept:
+    """Instances and their boots, written before it is acted on.
+
+    Args:
+        failed: told when the file cannot be written. They are kept on time nevertheless, until
+            the next restart.
+    """
+
+    def __init__(self, directory: Path, failed: Callable[[OSError], None]) -> None:
         self._path = directory / FILE
+        self._failed = failed
         self.boots: dict[str, int] = {}
         try:
-            untrusted = json.loads(self._path.read_text())
-        except (FileNotFoundError, ValueError):
+            with self._path.open("rb") as file:
+                untrusted = json.loads(file.read(FILE_MAX))
+        except (FileNotFoundError, ValueError, RecursionError):
             return  # the first start, or a torn file: the next provisioning writes another
         if isinstance(untrusted, dict):
             self.boots = {
@@ -35,8 +56,9 @@ class Kept:
             }
 
     def add(self, instance: str, boot: int) -> None:
-        self.boots[instance] = boot
-        self._write()
+        if self.boots.get(instance) != boot:
+            self.boots[instance] = boot
+            self._write()
 
     def drop(self, instance: str, boot: int) -> None:
         if self.boots.get(instance) == boot:
@@ -45,22 +67,30 @@ class Kept:
 
     def _write(self) -> None:
         new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(self.boots))
-        os.replace(new, self._path)
+        try:
+            new.write_text(json.dumps(self.boots))
+            os.replace(new, self._path)
+        except OSError as error:
+            self._failed(error)
 
 
-class Clock:
+class Jumps:
     """Notices that the host's wall clock jumped, as by a suspend or a hand that set it.
 
-    The difference between wall clock and monotonic clock moves only then.
+    The difference between wall clock and monotonic clock moves only then, or slowly, as when
+    a clock is slewed; what adds up to a jump is one.
     """
 
-    def __init__(self, wall_ns: int, monotonic_ns: int) -> None:
-        self._offset = wall_ns - monotonic_ns
+    def __init__(self, clocks: Clocks) -> None:
+        self._clocks = clocks
+        self._offset = self._look()
 
-    def jumped(self, wall_ns: int, monotonic_ns: int) -> bool:
-        """Whether it did since the last look, by more than `JUMP_NS`."""
-        offset = wall_ns - monotonic_ns
+    def _look(self) -> int:
+        return self._clocks.wall() - self._clocks.steady()
+
+    def jumped(self) -> bool:
+        """Whether it did since the last time that it had, by more than `JUMP_NS`."""
+        offset = self._look()
         far = abs(offset - self._offset) > JUMP_NS
         if far:
             self._offset = offset

@@ -7,13 +7,17 @@ is read from the name of its launch, so a new engine knows as much as the one th
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.handover import HandoverServer
+from agent_box.bus.outbox import Outbox
 from agent_box.bus.outcomes import Outcomes
 from agent_box.bus.schema import Empty
 from agent_box.bus.server import Call, Handler, StreamHandler
@@ -33,12 +37,16 @@ from agent_box.engine.contract import (
 )
 from agent_box.engine.helper import Helper, HelperLost, HelperRefused, State
 from agent_box.engine.launches import boot_of, launch_id
+from agent_box.helper.wire import WireError
 from agent_box.process.skeleton import Context, Service
 from agent_box.registry.contract import Fact, Note
 
-KEY_FILE: Final = "helper.key"
 AGAIN_S: Final = (0.1, 0.4, 1.0, 2.0)  # the helper is started again by its supervisor
+LOOK_S: Final = 2.0  # between looks at a machine that nobody reports on
+SEEN_S: Final = 6.0  # for what is to be seen; then its state is unknown
 NOTE_S: Final = 20.0
+LAST_S: Final = 1.0  # at the end, for what is still to be noted
+RECENT_MS: Final = 24 * 3600 * 1000  # an end that long ago was noted, or never will be
 DIAL_MAX_S: Final = 120.0
 
 T = TypeVar("T")
@@ -58,13 +66,15 @@ class Engine:
         self._context = context
         paths = context.paths
         self._helper = Helper(
-            paths.runtime / "helper" / "sock",
-            paths.keys("engine") / KEY_FILE,
+            paths.helper_sock,
+            paths.helper_key,
             on_lost=lambda: self._helper_turned("helper-lost"),
             on_back=lambda: self._helper_turned("helper-back"),
         )
-        self._asking: dict[str, asyncio.Lock] = {}  # a VMM serves one monitor at a time
+        # A VMM serves one monitor at a time. A lock lives as long as somebody has or wants it.
+        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._watched: dict[str, str] = {}  # instance -> launch
+        self._notes: Outbox[Note] = Outbox(self._send, self._not_noted)
         self._stopping = False
         self._lost = False
         self._dials = [self._dial_server(role) for role in core.PORTS]
@@ -83,12 +93,14 @@ class Engine:
     async def start(self) -> None:
         for server in self._dials:
             server.start()
+        self._context.tasks.spawn(self._notes.run(), name="notes")
         self._context.tasks.spawn(self._adopt(), name="adopt")
 
     async def stop(self) -> None:
         self._stopping = True
         for server in self._dials:
             server.close()
+        await self._notes.flush(LAST_S)
         self._helper.close()
 
     # ------------------------------------------------------------------ methods
@@ -127,7 +139,7 @@ class Engine:
         launch = launch_id(instance, core.boot_number(request.boot))
         profile = core.profile(request, self._accel())
         state = await self._ask(lambda: self._helper.launch(instance, launch, profile))
-        self._watch(state, "vmm-started")
+        self._started(state)
         return await self._observe(state)
 
     async def pause(self, request: Vmm, _call: Call) -> Observed:
@@ -162,7 +174,6 @@ class Engine:
         except Refusal as refusal:
             if refusal.reason is not Reason.NOT_FOUND:
                 raise
-        self._asking.pop(instance, None)
         return Empty()
 
     # ------------------------------------------------------------------ the helper
@@ -179,6 +190,8 @@ class Engine:
                 return await ask()
             except HelperRefused as error:
                 raise core.refusal(error) from None
+            except WireError as error:  # before it was sent: a size, a count, a digest
+                raise Refusal(Reason.BAD_REQUEST, str(error)) from None
             except HelperLost as error:
                 if wait is None:
                     raise core.refusal(error) from None
@@ -190,7 +203,10 @@ class Engine:
         Refusal: STATE_UNKNOWN, the helper is silent.
         """
         try:
-            return await self._ask(self._helper.instances)
+            async with asyncio.timeout(SEEN_S):
+                return await self._ask(self._helper.instances)
+        except TimeoutError:
+            raise Refusal(Reason.STATE_UNKNOWN, "the helper does not answer") from None
         except Refusal as refusal:
             if refusal.reason is Reason.HELPER_UNAVAILABLE:
                 raise Refusal(Reason.STATE_UNKNOWN, refusal.message) from None
@@ -211,9 +227,8 @@ class Engine:
     async def _monitor_state(self, state: State) -> monitor.VmState | None:
         if state.state != "running" or state.launch_id is None:
             return None
-        lock = self._asking.setdefault(state.id, asyncio.Lock())
         try:
-            async with asyncio.timeout(monitor.ANSWER_S * 2), lock:
+            async with asyncio.timeout(monitor.ANSWER_S * 2), self._alone(state.id):
                 stream = await self._monitor(state.id, state.launch_id)
                 return await monitor.state(stream)
         except (TimeoutError, HelperLost, HelperRefused):
@@ -222,10 +237,16 @@ class Engine:
     async def _change(self, request: Vmm, command: Literal["stop", "cont"]) -> Observed:
         instance = core.instance_id(request.instance)
         launch = launch_id(instance, core.boot_number(request.boot))
-        async with self._asking.setdefault(instance, asyncio.Lock()):
+        async with self._alone(instance):
             stream = await self._ask(lambda: self._monitor(instance, launch))
             await monitor.change(stream, command)
         return await self._query(instance)
+
+    def _alone(self, instance: str) -> asyncio.Lock:
+        lock = self._asking.get(instance)
+        if lock is None:
+            lock = self._asking[instance] = asyncio.Lock()
+        return lock
 
     async def _monitor(self, instance: str, launch: str) -> socket.socket:
         return _stream(await self._helper.monitor(instance, launch))
@@ -237,7 +258,7 @@ class Engine:
             return await self._dial(request, core.PORTS[role])
 
         path = self._context.paths.runtime / "dial" / role / "sock"
-        return HandoverServer(path, Dial, serve, self._context.tasks.spawn)
+        return HandoverServer(path, Dial, serve, self._context.tasks.hold)
 
     async def _dial(self, request: Dial, ports: frozenset[int]) -> int:
         instance = core.instance_id(request.instance)
@@ -255,21 +276,35 @@ class Engine:
     # ------------------------------------------------------------------ what happens unasked
 
     async def _adopt(self) -> None:
-        """Watches what ran before this start, however long the helper takes to answer."""
+        """Watches what ran before this start, however long the helper takes to answer, and
+        notes what ended while no engine was there to see it."""
         while not self._stopping:
             try:
-                for state in await self._helper.instances():
-                    if state.state == "running":
-                        self._watch(state, "vmm-adopted")
-                return
+                states = await self._helper.instances()
             except (HelperLost, HelperRefused):
-                await asyncio.sleep(AGAIN_S[-1])
+                await asyncio.sleep(LOOK_S)
+                continue
+            for state in states:
+                if state.state == "running":
+                    self._watch(state, "vmm-adopted")
+                elif state.exit is not None and _recent(state.exit.at_ms):
+                    self._note(state, "vmm-ended")
+            return
+
+    def _started(self, state: State) -> None:
+        """After a launch, which may have been asked for before: each is noted once. One that
+        ended at once is noted too, and both are told apart by their order."""
+        if state.state == "running":
+            self._watch(state, "vmm-started")
+        elif state.exit is not None and self._watched.get(state.id) != state.launch_id:
+            self._note(state, "vmm-started")
+            self._note(state, "vmm-ended")
 
     def _watch(self, state: State, event: str) -> None:
         if state.launch_id is None or self._watched.get(state.id) == state.launch_id:
             return
         self._watched[state.id] = state.launch_id
-        self._note(state.id, event, _facts(state))
+        self._note(state, event)
         self._context.tasks.spawn(self._follow(state.id, state.launch_id), name="watch")
 
     async def _follow(self, instance: str, launch: str) -> None:
@@ -280,12 +315,12 @@ class Engine:
                 state = await self._wait(instance, launch)
                 if state is None or state.launch_id != launch:
                     return
-                if state.state != "running":
-                    self._note(instance, "vmm-ended", _facts(state))
+                if state.state not in ("starting", "running"):
+                    self._note(state, "vmm-ended")
                     return
                 if companions and not state.device:
                     companions = False
-                    self._note(instance, "companion-ended", _facts(state))
+                    self._note(state, "companion-ended")
         finally:
             if self._watched.get(instance) == launch:
                 del self._watched[instance]
@@ -295,9 +330,11 @@ class Engine:
         try:
             state, pipe = await self._helper.watch(instance, launch)
         except (HelperLost, HelperRefused):
-            # the helper is away, or the shim is: a machine without one is looked at in turns
-            await asyncio.sleep(AGAIN_S[-1])
-            return await self._one(instance)
+            # the helper is away, or the shim is, or it is over; what is not is looked at in turns
+            found = await self._one(instance)
+            if found is not None and found.launch_id == launch and found.exit is None:
+                await asyncio.sleep(LOOK_S)
+            return found
         try:
             if state.state == "running":
                 await _readable(pipe)
@@ -310,29 +347,44 @@ class Engine:
             try:
                 return next((s for s in await self._helper.instances() if s.id == instance), None)
             except (HelperLost, HelperRefused):
-                await asyncio.sleep(AGAIN_S[-1])
+                await asyncio.sleep(LOOK_S)
 
     def _helper_turned(self, event: str) -> None:
         if self._stopping or (event == "helper-back") != self._lost:
             return  # the first connection is no news
         self._lost = event == "helper-lost"
-        self._note(None, event, {})
+        self._put(os.urandom(16), None, event, {})
 
-    def _note(self, instance: str | None, kind: str, facts: dict[str, Fact]) -> None:
-        note = Note(
-            event_id=os.urandom(16),
-            instance=instance,
-            source="host-observed",
-            kind=kind,
-            facts=facts,
+    def _note(self, state: State, event: str) -> None:
+        """The id of an event is made of what it is about, so that the journal has it once,
+        though two engines saw it, or one sent it twice. Adopted is each start's own."""
+        own = self._context.epoch.hex() if event == "vmm-adopted" else ""
+        made = hashlib.sha256(f"{event} {state.id} {state.launch_id} {own}".encode()).digest()
+        self._put(made[:16], state.id, event, _facts(state))
+
+    def _put(
+        self, event_id: bytes, instance: str | None, kind: str, facts: dict[str, Fact]
+    ) -> None:
+        self._notes.put(
+            Note(
+                event_id=event_id,
+                instance=instance,
+                source="host-observed",
+                kind=kind,
+                facts=facts,
+            )
         )
-        self._context.tasks.spawn(self._send(note), name="note")
 
     async def _send(self, note: Note) -> None:
-        try:
-            await self._context.client("registry").call("note", note, deadline_s=NOTE_S)
-        except Refusal as refusal:
-            self._context.log.warning("a note was lost", kind=note.kind, why=refusal.message)
+        await self._context.client("registry").call("note", note, deadline_s=NOTE_S)
+
+    def _not_noted(self, note: Note, why: str) -> None:
+        self._context.log.warning("a note was lost", kind=note.kind, why=why)
+
+
+def _recent(at_ms: int) -> bool:
+    """Whether an end was seen lately, or by nobody."""
+    return at_ms == 0 or time.time_ns() // 1_000_000 - at_ms < RECENT_MS
 
 
 def _stream(fd: int) -> socket.socket:

@@ -24,7 +24,7 @@ _REASONS: Final[dict[str, Reason]] = {
     "bad_request": Reason.BAD_REQUEST,
     "not_found": Reason.NOT_FOUND,
     "conflict": Reason.CONFLICT,
-    "precondition": Reason.CONFLICT,
+    "precondition": Reason.WRONG_STATE,
     "exhausted": Reason.DISK_FULL,
     "unavailable": Reason.STATE_UNKNOWN,
     "image_missing": Reason.NOT_FOUND,

@@ -1,0 +1,208 @@
+"""Real machines: a helper, an engine and a channel behind their walls, on a built image.
+
+The image is a directory that `AGENT_BOX_TEST_MACHINE` names, with the files kernel, initramfs,
+variant and guest. Tests that boot are skipped without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from support.house import House, inner_pid
+from support.notes import Notes
+from support.until import until
+
+from agent_box.bus.client import Client
+from agent_box.bus.errors import Refusal
+from agent_box.bus.schema import Empty
+from agent_box.channel import contract as channel
+from agent_box.engine import contract as engine
+
+MACHINE = os.environ.get("AGENT_BOX_TEST_MACHINE", "")
+PARTS = ("kernel", "initramfs", "variant", "guest")
+HAVE = bool(MACHINE) and all((Path(MACHINE) / part).exists() for part in PARTS)
+WHY = "AGENT_BOX_TEST_MACHINE names no directory with kernel, initramfs, variant and guest"
+DISK = 256 << 20
+
+
+class Machines(House):
+    """A house whose engine starts machines under TCG. `close` ends and removes all of them."""
+
+    def __init__(self, *, accel: str | None = "tcg") -> None:
+        super().__init__()
+        self.config.write_text(
+            "version = 1\n" if accel is None else f'version = 1\n[engine]\naccel = "{accel}"\n'
+        )
+        before = os.umask(0o077)
+        self.paths.helper_sock.parent.mkdir()
+        self.paths.helper_key.write_text(secrets.token_hex(32) + "\n")
+        self.blobs = self.paths.images / "blobs" / "sha256"
+        self.blobs.mkdir(parents=True)
+        os.umask(before)
+        self.images = engine.Images(
+            harness=None, **{part: self.add(Path(MACHINE) / part) for part in PARTS if HAVE}
+        ) if HAVE else None  # fmt: skip
+        self.helper: subprocess.Popen[str] | None = None
+        self.services: dict[str, subprocess.Popen[str]] = {}
+        self.notes = Notes(self.paths)
+        self.made: list[str] = []
+        self._clients: dict[str, Client] = {}
+
+    def add(self, path: Path) -> str:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            os.link(path, self.blobs / digest)
+        except OSError:
+            os.symlink(path, self.blobs / digest)
+        return digest
+
+    # ------------------------------------------------------------------ processes
+
+    def up(self, *services: str) -> None:
+        self.start_helper()
+        for service in services or ("engine", "channel"):
+            self.restart(service)
+
+    def start_helper(self) -> None:
+        words = ["--runtime", str(self.paths.runtime), "--state", str(self.paths.state)]
+        self.helper = self.run(
+            [sys.executable, "-I", "-B", "-m", "agent_box.helper", "--mode", "user", *words],
+            self.root / "helper.log",
+        )
+
+    def kill_helper(self) -> None:
+        assert self.helper is not None
+        self.helper.kill()
+        self.helper.wait()
+
+    def restart(self, service: str) -> None:
+        """Starts it, after a kill -9 when it runs."""
+        self.kill(service)
+        self.services[service] = self.start(service)
+
+    def kill(self, service: str) -> None:
+        running = self.services.pop(service, None)
+        if running is not None:
+            inner = inner_pid(running)
+            if inner is not None:
+                os.kill(inner, signal.SIGKILL)
+            running.wait()
+
+    def pid(self, service: str) -> int:
+        found = inner_pid(self.services[service])
+        assert found is not None
+        return found
+
+    # ------------------------------------------------------------------ calls
+
+    def call(self, service: str, method: str, request: Any, *, seconds: float = 60) -> Any:
+        if service not in self._clients:
+            self._clients[service] = self.client(service, "registry")
+        return self._clients[service].call(method, request, deadline_s=seconds)
+
+    def engine(self, method: str, request: Any = None, *, seconds: float | None = None) -> Any:
+        bound = {"list": 10.0, "query": 10.0}.get(method, 30.0)
+        asked = Empty() if request is None else request
+        return self.call("engine", method, asked, seconds=seconds or bound)
+
+    def create(self, disk: int = DISK) -> str:
+        instance = secrets.token_hex(16)
+        self.engine("create", engine.Create(instance=instance, disk_bytes=disk))
+        self.made.append(instance)
+        return instance
+
+    def boot(self, instance: str, boot: int = 1, *, memory: int = 256, **images: str) -> Any:
+        assert self.images is not None
+        import msgspec
+
+        request = engine.Boot(
+            instance=instance, boot=boot, cpus=1, memory_bytes=memory << 20,
+            images=msgspec.structs.replace(self.images, **images),
+        )  # fmt: skip
+        return self.engine("boot", request)
+
+    def provision(self, instance: str, boot: int = 1, *, seconds: float = 90, **more: Any) -> Any:
+        fields = {"hostname": "work", "environment": [], "harness": None, "sudo": False, **more}
+        request = channel.Provision(instance=instance, boot=boot, **fields)
+        return self.call("channel", "provision", request, seconds=seconds)
+
+    def machine(self, **more: Any) -> str:
+        """One that is provisioned."""
+        instance = self.create()
+        self.boot(instance)
+        self.provision(instance, **more)
+        return instance
+
+    def set_time(self, instance: str, boot: int = 1) -> Any:
+        return self.call(
+            "channel", "set_time", channel.Guest(instance=instance, boot=boot), seconds=10
+        )
+
+    def poweroff(self, instance: str, boot: int = 1) -> None:
+        guest = channel.Guest(instance=instance, boot=boot)
+        self.call("channel", "poweroff", guest, seconds=30)
+
+    def vmm(self, instance: str, boot: int = 1) -> engine.Vmm:
+        return engine.Vmm(instance=instance, boot=boot)
+
+    def query(self, instance: str) -> engine.Observed:
+        found: engine.Observed = self.engine("query", engine.Instance(instance=instance))
+        return found
+
+    def until_state(self, instance: str, state: str, *, seconds: float = 30) -> engine.Observed:
+        def look() -> engine.Observed | None:
+            found = self.query(instance)
+            return found if found.state == state else None
+
+        found = until(f"{instance} is {state}", look, seconds=seconds)
+        assert found is not None
+        return found
+
+    def vmm_pid(self, instance: str) -> int:
+        """As the host numbers it: from the helper's record."""
+        import json
+
+        path = self.paths.state / "instances" / instance / "state.json"
+        pid = json.loads(path.read_text())["procs"]["vmm"]["pid"]
+        assert isinstance(pid, int)
+        return pid
+
+    def console(self, instance: str) -> str:
+        directory = self.paths.state / "instances" / instance
+        names = sorted(directory.glob("console*"))
+        return "".join(name.read_text(errors="replace") for name in names)
+
+    def close(self) -> None:
+        if self.helper is not None and self.made:
+            if self.helper.poll() is not None:
+                self.start_helper()
+            if "engine" not in self.services:
+                self.restart("engine")
+            for state in self.engine("list").instances:
+                if state.state != "stopped" and state.boot is not None:
+                    pid = self.vmm_pid(state.instance)
+                    os.kill(pid, signal.SIGCONT)
+                    self.engine("kill", engine.Vmm(instance=state.instance, boot=state.boot))
+                self.engine("delete", engine.Instance(instance=state.instance))
+        for client in self._clients.values():
+            client.close()
+        self.notes.close()
+        super().close()
+
+
+def refused(error: Refusal) -> str:
+    return f"{error.reason}: {error.message}"
+
+
+def skew_s(before: float, now_ns: int) -> float:
+    """Of a guest's clock that was asked for from `before` until now."""
+    return now_ns / 1e9 - (before + time.time()) / 2
