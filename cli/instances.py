@@ -9,7 +9,9 @@ from agent_box.cli.render import Failure, Render, clean, size_text, table, time_
 
 if TYPE_CHECKING:
     from agent_box.bus.client import Client
-    from agent_box.registry.contract import Entries, Entry, Instance, Row
+    from agent_box.config.model import Profile
+    from agent_box.process.paths import Paths
+    from agent_box.registry.contract import Entries, Entry, Images, Instance, Row
 
 PAGE: Final = 1_000  # events asked for at once
 WAIT_MS: Final = 20_000  # how long the registry may hold a question about new events
@@ -27,11 +29,25 @@ def create(
     disk: int | None,
 ) -> None:
     """Makes a persistent instance and does not start it."""
+    from agent_box.engine.image import blobs
     from agent_box.registry.contract import Create, Row
 
-    request = Create(name=name, profile=profile, cpus=cpus, memory=memory, disk=disk)
+    here = link.place()
+    chosen = _profile(here, profile)
+    _refuse_more_than_the_host(memory if memory is not None else chosen.memory)
     with link.service("registry", out) as registry:
-        row = registry.call("create", request)
+        _images(here.paths, chosen.image)  # whether there is one, before anything is locked
+        with blobs.locked(here.paths):  # so that nobody removes it before it is on record
+            request = Create(
+                name=name,
+                profile=profile,
+                cpus=cpus,
+                memory=memory,
+                disk=disk,
+                image=chosen.image,
+                images=_images(here.paths, chosen.image),
+            )
+            row = registry.call("create", request)
     assert isinstance(row, Row)
     out.result(
         {"name": row.name, "state": row.state, "kind": row.kind},
@@ -50,10 +66,13 @@ def list_instances(out: Render) -> None:
     assert isinstance(rows, Rows)
     for problem in rows.problems:
         out.warning(f"{problem.name}: {problem.problem}")
+    for stray in rows.strays:
+        out.warning(f"the engine holds {stray}, which no record knows; see agent-box doctor")
     out.result(
         {
             "instances": [_row(row) for row in rows.instances],
             "problems": [{"name": p.name, "problem": p.problem} for p in rows.problems],
+            "strays": rows.strays,
         },
         _table(rows.instances) if rows.instances else "no instances",
     )
@@ -91,6 +110,60 @@ def logs(
             _follow(out, registry, name, since, tail, source)
         else:
             _print(out, registry, name, since, tail, source)
+
+
+# ------------------------------------------------------------------------- create
+
+
+def _profile(here: link.Place, name: str | None) -> Profile:
+    """The profile that `create` takes.
+
+    Raises:
+        ConfigError: the config is none.
+        Failure: it has no such profile.
+    """
+    from agent_box.config.load import load
+
+    config = load(here.config)
+    wanted = config.defaults.profile if name is None else name
+    found = config.profiles.get(wanted)
+    if found is None:
+        why = f"there is no profile {wanted!r} in the config"
+        raise Failure(3, "not-found", why, profile=wanted)
+    return found
+
+
+def _images(paths: Paths, variant: str) -> Images:
+    """The files that the variant is now. Whoever starts a machine hashes each.
+
+    Raises:
+        Refusal: there is no such image, or a file of it is gone; says what to do.
+    """
+    from agent_box.engine.image import manifest
+    from agent_box.registry.contract import Images
+
+    found = manifest.find(paths, variant)
+    return Images(
+        kernel=found.kernel.sha256,
+        initramfs=found.initramfs.sha256,
+        variant=found.variant.sha256,
+        guest=found.guest.sha256,
+        harness=None,
+    )
+
+
+def _refuse_more_than_the_host(memory: int) -> None:
+    """A machine with more memory than there is would be killed at some time, or kill others."""
+    import os
+
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if memory > there:
+        raise Failure(
+            64,
+            "usage",
+            f"create: {size_text(memory)} of memory is more than this host has "
+            f"({there >> 20}M); give --memory, or a smaller one in the profile",
+        )
 
 
 # --------------------------------------------------------------------------- rows
@@ -146,9 +219,18 @@ def _instance(found: Instance) -> dict[str, Any]:
             "generation": found.policy_generation,
             "changes": found.policy_changes,
         },
-        "digests": None
-        if images is None
+        "doing": found.doing,
+        "phase": found.phase or None,
+        "failed": None
+        if found.failed is None
         else {
+            "verb": found.failed.doing,
+            "kind": found.failed.reason,
+            "message": found.failed.message,
+            "time": time_text(found.failed.at_ms),
+        },
+        "network": found.network,
+        "digests": {
             "kernel": images.kernel,
             "initramfs": images.initramfs,
             "variant": images.variant,
@@ -199,10 +281,13 @@ def _lines(result: dict[str, Any]) -> str:
         else [f"{f['address']}:{f['host_port']} to {f['guest_port']}" for f in forwards]
     )
     digests = result["digests"]
-    shown["digests"] = (
-        "never started"
-        if digests is None
-        else [f"{part} {digest}" for part, digest in digests.items() if digest]
+    shown["digests"] = [f"{part} {digest}" for part, digest in digests.items() if digest]
+    failed = result["failed"]
+    shown["failed"] = failed and f"{failed['verb']} at {failed['time']}: {failed['message']}"
+    shown["network"] = (
+        "none: this version gives it neither network nor broker"
+        if result["network"] == "none"
+        else "as the policy says, while it runs"
     )
     return "\n".join(f"{key.replace('_', '-')}: {_text(value)}" for key, value in shown.items())
 

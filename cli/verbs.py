@@ -220,7 +220,7 @@ VERBS: Final[tuple[Verb, ...]] = (
         INSTANCES,
         "Cold boot from the data disk.",
         (NAME, switch("--no-hook", "do not run the project hook")),
-        entry="machine",
+        body="lifecycle:start",
     ),
     Verb(
         "stop",
@@ -232,10 +232,10 @@ VERBS: Final[tuple[Verb, ...]] = (
                 "--grace", "SECONDS", values.integer(0, 3600), "else [daemon] stop_grace_seconds"
             ),
         ),
-        entry="machine",
+        body="lifecycle:stop",
     ),
-    Verb("pause", INSTANCES, "Freezes the vCPUs; memory stays.", (NAME,), entry="machine"),
-    Verb("resume", INSTANCES, "Unfreezes the vCPUs.", (NAME,), entry="machine"),
+    Verb("pause", INSTANCES, "Freezes the vCPUs; memory stays.", (NAME,), body="lifecycle:pause"),
+    Verb("resume", INSTANCES, "Unfreezes the vCPUs.", (NAME,), body="lifecycle:resume"),
     Verb(
         "hibernate",
         INSTANCES,
@@ -248,7 +248,7 @@ VERBS: Final[tuple[Verb, ...]] = (
         INSTANCES,
         "Removes an instance and verifies each absence.",
         (NAME, switch("--force", "also when it is running, paused or unknown")),
-        entry="machine",
+        body="lifecycle:delete",
     ),
     Verb(
         "logs",

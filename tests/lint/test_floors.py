@@ -38,6 +38,8 @@ WINDOWS: dict[str, set[str]] = {
     },
     # builds, fetches and judges images in the operator's own process, never in a service
     "agent_box.cli.images": {"engine.image"},
+    # says which files an image is when an instance is made of it
+    "agent_box.cli.instances": {"engine.image"},
     "agent_box.cli.values": {"engine.image"},
     # lays everything out before the services start: keys, and whether the config is one
     "agent_box.process.daemon": {"bus", "config"},

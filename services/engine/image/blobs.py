@@ -50,6 +50,7 @@ def make(paths: Paths) -> None:
     Raises:
         PathsError: one cannot be made, or is open to others.
     """
+    make_private(paths.state)  # it may be the first thing that is ever made here
     for name in ("", "blobs", "blobs/sha256", "manifests", "work", "partial", "keys", "trusted"):
         make_private(paths.images / name)
 
