@@ -11,6 +11,7 @@ When a connection ends, what was under way for it is cancelled.
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import os
@@ -178,6 +179,19 @@ class HandoverServer(Generic[R]):
             self._end(connection)  # it does not read its answers, or is gone
 
 
+def _receive(connection: socket.socket) -> tuple[bytes, list[int], int]:
+    """As `socket.recv_fds`, which does not pass on its flags: closed on exec from the start."""
+    size = array.array("i").itemsize
+    untrusted, ancillary, flags, _ = connection.recvmsg(
+        MESSAGE_MAX, socket.CMSG_LEN(size), socket.MSG_CMSG_CLOEXEC
+    )
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % size])
+    return untrusted, list(fds), flags
+
+
 def _forget(
     under_way: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]
 ) -> None:
@@ -223,7 +237,8 @@ class HandoverClient:
         finally:
             del self._waiting[number]
             # it may have come in the very moment in which we stopped waiting
-            if not taken and not answer.cancel() and answer.exception() is None:
+            answer.cancel()
+            if not taken and not answer.cancelled() and answer.exception() is None:
                 os.close(answer.result())
 
     def close(self) -> None:
@@ -257,9 +272,7 @@ class HandoverClient:
             return
         fds: list[int] = []
         try:
-            untrusted, fds, flags, _ = socket.recv_fds(
-                self._connection, MESSAGE_MAX, 1, socket.MSG_CMSG_CLOEXEC
-            )
+            untrusted, fds, flags = _receive(self._connection)
             if not untrusted or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise OSError("the other side went away")
             self._take(untrusted, fds)
