@@ -279,6 +279,9 @@ class Store:
         return birth.custody
 
     def _name_database(self) -> None:
+        for end in ("-wal", "-shm", "-journal"):
+            # left by a database that was taken away; SQLite would play it back into this one
+            self._path.with_name(self._path.name + end).unlink(missing_ok=True)
         os.rename(self._new_path, self._path)
         sync_directory(self._path.parent)
 

@@ -79,7 +79,7 @@ def run(work: Callable[[], None], *, at: int, error: int | None = None, times: i
             status = 0
         except Refused as refused:
             status = refused.status
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the border of this process
             traceback.print_exc()
         finally:
             os._exit(status)
