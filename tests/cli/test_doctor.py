@@ -23,7 +23,7 @@ import pytest
 from support.live import Live
 from support.until import until
 
-from agent_box.cli import doctor, gaps, probes
+from agent_box.cli import doctor, gaps, images, probes
 from agent_box.process import confine, linux, lock
 from agent_box.process.paths import SERVICES
 
@@ -505,7 +505,7 @@ def test_only_declared_names_are_given() -> None:
 
 
 def test_every_declared_name_is_given_somewhere() -> None:
-    code = "".join(inspect.getsource(module) for module in (doctor, probes, confine))
+    code = "".join(inspect.getsource(module) for module in (doctor, probes, images, confine))
     unused = [name for name in {**gaps.GAPS, **gaps.NOTES} if f'"{name}"' not in code]
     assert unused == []
 

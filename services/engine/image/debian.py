@@ -84,21 +84,24 @@ def check() -> None:
                 f"usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {who} "
                 "(another range where that one is taken)"
             )
-    tried = subprocess.run(
-        ["unshare", "--user", "--map-auto", "--map-root-user", "--mount", "true"],
-        env={"PATH": PATH, "LC_ALL": "C.UTF-8"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if tried.returncode != 0:
-        said = tried.stderr.strip().splitlines()
-        raise HostUnfit(
-            f"no user namespace with subordinate ids: {said[-1] if said else 'no word'}; "
-            "`agent-box doctor` says whether the host forbids them"
+    # The plain one first: where namespaces are forbidden, the other would leave a process that
+    # waits for ever for its mapping.
+    for options in ((), ("--map-auto", "--map-root-user", "--mount")):
+        tried = subprocess.run(
+            ["unshare", "--user", *options, "true"],
+            env={"PATH": PATH, "LC_ALL": "C.UTF-8"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
         )
+        if tried.returncode != 0:
+            said = tried.stderr.strip().splitlines()
+            raise HostUnfit(
+                f"no user namespace with subordinate ids: {said[-1] if said else 'no word'}; "
+                "`agent-box doctor` says whether the host forbids them"
+            )
 
 
 def _trusts_debian() -> bool:
