@@ -211,7 +211,9 @@ def _fetch(registry: _Registry, part: Part, target: BinaryIO, label: str, tell: 
             after, why = target.seek(0, os.SEEK_END), _why(error)
         barren = 0 if after > at else barren + 1
         if barren == TRIES:
-            raise PullFailed(f"{label}: {why}, at {after} of {part.size} bytes")
+            raise PullFailed(
+                f"{label}: {why}, at {after} of {part.size} bytes; the same command goes on there"
+            )
         at = after
     target.flush()
     target.seek(0)
@@ -298,7 +300,7 @@ class _Registry:
                     return
                 if reply.status in (301, 302, 303, 307, 308) and redirects < REDIRECTS:
                     redirects += 1
-                    url = urljoin(url, reply.getheader("Location") or "")
+                    url = self._next(url, reply.getheader("Location") or "")
                     continue
                 challenge = reply.getheader("WWW-Authenticate") or ""
                 if reply.status == 401 and not asked_token and url.startswith(self._base):
@@ -309,6 +311,12 @@ class _Registry:
                 raise NotPublished(said) if reply.status == 404 else PullFailed(said)
             finally:
                 connection.close()
+
+    def _next(self, url: str, untrusted_location: str) -> str:
+        try:
+            return urljoin(url, untrusted_location)
+        except ValueError:
+            raise PullFailed(f"{self._reference}: the registry sends us nowhere") from None
 
     def _anonymous(self, untrusted_challenge: str) -> str:
         """A token for anybody, as the distribution specification has it: no credential goes."""
@@ -345,11 +353,11 @@ def _connect(url: str, reference: Reference) -> http.client.HTTPConnection:
     Raises:
         PullFailed: it leads over the network without TLS, or from the network to this host.
     """
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError:
-        host, port = "", None
+        raise PullFailed(f"{reference}: the registry sends us nowhere") from None
     if is_loopback(host) and not reference.loopback:
         raise PullFailed(f"{reference}: the registry sends us to this machine")
     if parts.scheme == "https" and host:
