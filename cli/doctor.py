@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from agent_box.cli import link, probes, version
 from agent_box.cli.gaps import GAPS
@@ -21,6 +21,7 @@ from agent_box.cli.render import Failure, Render
 from agent_box.config import search
 from agent_box.config.errors import ConfigError
 from agent_box.config.load import load
+from agent_box.engine import chosen
 from agent_box.process.paths import SERVICES, Paths, PathsError
 
 if TYPE_CHECKING:
@@ -34,17 +35,27 @@ ANSWER_S: Final = 3.0  # for a service: long for one that works, short for a rep
 
 def doctor(out: Render, *, strict: bool) -> None:
     lines = list(report(os.environ))
-    gaps = _names(lines, "gap")
-    facts = {
-        "lines": [asdict(line) for line in lines],
-        "gaps": gaps,
-        "notes": _names(lines, "note"),
-    }
-    text = "\n".join([*map(_text, lines), f"gaps: {', '.join(gaps) or 'none'}"])
+    told, shown = facts(lines), text(lines)
+    gaps = told["gaps"]
     if strict and gaps:
         message = f"{len(gaps)} gap{'s' if len(gaps) > 1 else ''}: {', '.join(gaps)}"
-        raise Failure(1, "gaps", message, text=text, **facts)
-    out.result(facts, text)
+        raise Failure(1, "gaps", message, text=shown, **told)
+    out.result(told, shown)
+
+
+def facts(lines: list[Line]) -> dict[str, Any]:
+    """The report for a program."""
+    return {
+        "lines": [asdict(line) for line in lines],
+        "gaps": _names(lines, "gap"),
+        "notes": _names(lines, "note"),
+    }
+
+
+def text(lines: list[Line]) -> str:
+    """The report for a person."""
+    gaps = ", ".join(_names(lines, "gap")) or "none"
+    return "\n".join([*map(_text, lines), f"gaps: {gaps}"])
 
 
 def _names(lines: list[Line], status: str) -> list[str]:
@@ -67,7 +78,8 @@ def report(env: Mapping[str, str]) -> Iterator[Line]:
     yield from lines
     yield from probes.account()
     yield from probes.host()
-    yield from _engine(config)
+    accel = config.engine.accel or chosen.read(_state(env) / "services/engine" / chosen.FILE)
+    yield from _engine(config, accel)
     daemon = _Daemon.look(paths, config) if paths is not None else None
     yield from _helper(daemon, config)
     yield from probes.jail()
@@ -75,7 +87,7 @@ def report(env: Mapping[str, str]) -> Iterator[Line]:
     yield from probes.landlock()
     yield from probes.cgroup(needed=config.engine.helper == "system")
     yield from probes.thp()
-    yield from _machines(config)
+    yield from _machines(accel)
     yield from _images(_state(env), config, daemon)
     yield from probes.disk(_state(env))
     yield from probes.swap()
@@ -128,23 +140,23 @@ def _state(env: Mapping[str, str]) -> Path:
 # --------------------------------------------------------------- engine and its surroundings
 
 
-def _engine(config: Config) -> Iterator[Line]:
+def _engine(config: Config, accel: str | None) -> Iterator[Line]:
     if config.defaults.engine == "firecracker":
         yield from probes.host_kernel()
         yield from probes.virtualization(needed=True)
         yield from probes.firecracker()
     else:
-        yield from probes.virtualization(needed=config.engine.accel == "kvm")
-        yield from probes.qemu(config.engine.accel)
+        yield from probes.virtualization(needed=accel == "kvm")
+        yield from probes.qemu(accel)
 
 
-def _machines(config: Config) -> Iterator[Line]:
+def _machines(accel: str | None) -> Iterator[Line]:
     """What holds by construction as long as no machine is started at all."""
     reaches = {
         "tcg": "the guest reaches QEMU's emulator",
         "kvm": "the guest reaches KVM in the host kernel",
         None: "the guest reaches KVM in the host kernel, or QEMU's emulator",
-    }[config.engine.accel]
+    }[accel]
     yield ok("isolation", f"{reaches}; virtio-blk in QEMU, vsock in a process of ours", "design")
 
 
@@ -366,10 +378,14 @@ class _Daemon(NamedTuple):
                 counts[row.state] = counts.get(row.state, 0) + 1
             told = ", ".join(f"{state} {counts[state]}" for state in sorted(counts))
             value = f"{len(rows.instances)}" + (f" ({told})" if told else "")
+            if rows.strays:
+                value += f"; held by the engine without a record: {', '.join(rows.strays)}"
             if rows.problems:
                 names = ", ".join(problem.name for problem in rows.problems)
                 value += f"; records that cannot be used: {names}"
                 yield gap("instances", value, "record-unusable", "registry.list")
+            elif rows.strays:
+                yield note("instances", value, "instance-stray", "registry.list")
             elif "unknown" in counts:
                 yield note("instances", value, "instance-state-unknown", "registry.list")
             else:

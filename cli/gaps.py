@@ -35,7 +35,7 @@ GAPS: Final[dict[str, Name]] = {
     "confinement-failed": Name("bubblewrap runs, and fails.", "The line has its words."),
     "engine-accel": Name(
         "The accelerator is not chosen, or the machine does not start with it.",
-        'Set `[engine] accel` to "kvm" or "tcg"; the line has QEMU\'s words.',
+        '`agent-box setup` tries them; or set `[engine] accel` to "kvm" or "tcg".',
     ),
     "engine-missing": Name(
         "The engine's program is absent, does not run, or lacks a device that we need.",
@@ -108,6 +108,10 @@ NOTES: Final[dict[str, Name]] = {
         "`agent-box image build VARIANT --guest`.",
     ),
     "instance-state-unknown": Name("The engine could not observe at least one instance.", ""),
+    "instance-stray": Name(
+        "The engine holds an instance that no record knows, and that we never deleted.",
+        "It is left alone: another state directory's, or a lost database's.",
+    ),
     "io-max-missing": Name("The cgroup has no io controller: disk I/O is not limited.", ""),
     "landlock-missing": Name(
         "The kernel has no Landlock: services have one wall less.", "A kernel from 5.13 on."

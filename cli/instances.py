@@ -29,6 +29,24 @@ def create(
     disk: int | None,
 ) -> None:
     """Makes a persistent instance and does not start it."""
+    row = make(out, name, profile=profile, cpus=cpus, memory=memory, disk=disk)
+    out.result(
+        {"name": row.name, "state": row.state, "kind": row.kind},
+        f"{row.name} created: {row.image}, {row.cpus} cpus, memory {size_text(row.memory)}, "
+        f"disk {size_text(row.disk)}",
+    )
+
+
+def make(
+    out: Render,
+    name: str,
+    *,
+    profile: str | None,
+    cpus: int | None,
+    memory: int | None,
+    disk: int | None,
+) -> Row:
+    """As `create`, without an answer of its own. Raises Failure, Refusal, ConfigError."""
     from agent_box.engine.image import blobs
     from agent_box.registry.contract import Create, Row
 
@@ -49,11 +67,7 @@ def create(
             )
             row = registry.call("create", request)
     assert isinstance(row, Row)
-    out.result(
-        {"name": row.name, "state": row.state, "kind": row.kind},
-        f"{row.name} created: {row.image}, {row.cpus} cpus, memory {size_text(row.memory)}, "
-        f"disk {size_text(row.disk)}",
-    )
+    return row
 
 
 def list_instances(out: Render) -> None:

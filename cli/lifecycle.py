@@ -72,6 +72,17 @@ def remove(out: Render, name: str) -> None:
     _done(out, "delete", name, Delete(name=name, force=True))
 
 
+def bring_up(out: Render, name: str, *, within_s: float) -> None:
+    """As ``start``, without an answer of its own, and for no longer than that.
+
+    Raises:
+        Failure, Refusal: it is not running. After the time it goes on starting.
+    """
+    from agent_box.registry.contract import Name
+
+    _done(out, "start", name, Name(name=name), within_s=within_s)
+
+
 # ------------------------------------------------------------------------------ below
 
 
@@ -88,7 +99,9 @@ def _carry_out(out: Render, verb: str, name: str, request: Wire) -> None:
     out.result(result, f"{name} is {row.state}")
 
 
-def _done(out: Render, verb: str, name: str, request: Wire) -> Progress:
+def _done(
+    out: Render, verb: str, name: str, request: Wire, *, within_s: float | None = None
+) -> Progress:
     """Asks for it and waits for its end. Raises Failure, Refusal."""
     from agent_box.registry.contract import Progress
 
@@ -96,7 +109,7 @@ def _done(out: Render, verb: str, name: str, request: Wire) -> Progress:
     try:
         accepted = registry.call(verb, request)
         assert isinstance(accepted, Progress)
-        registry, ended = _follow(out, registry, accepted)
+        registry, ended = _follow(out, registry, accepted, within_s)
     finally:
         registry.close()
     if ended.intent != accepted.intent and ended.row is not None:
@@ -113,7 +126,9 @@ def _done(out: Render, verb: str, name: str, request: Wire) -> Progress:
     return ended
 
 
-def _follow(out: Render, registry: Client, now: Progress) -> tuple[Client, Progress]:
+def _follow(
+    out: Render, registry: Client, now: Progress, within_s: float | None
+) -> tuple[Client, Progress]:
     """Waits until nothing is left to do, and tells what takes long.
 
     Returns:
@@ -129,11 +144,14 @@ def _follow(out: Render, registry: Client, now: Progress) -> tuple[Client, Progr
         if slow and now.phase and now.phase != told:
             told = now.phase
             out.progress(f"{now.name}: {told} ...")
+        if within_s is not None and time.monotonic() - begun > within_s:
+            why = f"{now.name} is not there after {within_s:.0f} s: {now.phase}"
+            raise Failure(13, "boot-timeout", why)
         if now.failed is None:
             moved = time.monotonic()
         elif time.monotonic() - moved > STUCK_S:
             raise _refusal(now.name, now, "; it is on record, and is tried again")
-        quick = told != now.phase or now.failed is not None
+        quick = told != now.phase or now.failed is not None or within_s is not None
         wait_ms = int(SLOW_S * 1000) if quick else WAIT_MS
         ask = Follow(
             id=now.id,

@@ -46,15 +46,26 @@ def daemon(out: Render, *, stop: bool) -> None:
 
 
 def _stop(here: link.Place, out: Render) -> None:
-    holder = link.holder(here)
-    if holder is None:
+    pid = end_daemon(here, out)
+    if pid is None:
         out.result({"stopped": False, "pid": None}, "no daemon runs")
         return
+    out.result({"stopped": True, "pid": pid}, f"the daemon (pid {pid}) ended")
+
+
+def end_daemon(here: link.Place, out: Render) -> int | None:
+    """Ends the daemon and returns its pid; None when there is none.
+
+    Raises:
+        Failure: it did not end.
+    """
+    holder = link.holder(here)
+    if holder is None:
+        return None
     out.progress(f"stopping the daemon (pid {holder.pid}) ...")
-    ended = _end(here, holder.pid)
-    if not ended:
+    if not _end(here, holder.pid):
         raise Failure(1, "still-running", f"the daemon (pid {holder.pid}) did not end")
-    out.result({"stopped": True, "pid": holder.pid}, f"the daemon (pid {holder.pid}) ended")
+    return holder.pid
 
 
 def _end(here: link.Place, pid: int) -> bool:

@@ -553,7 +553,7 @@ VERBS: Final[tuple[Verb, ...]] = (
             option("--user", "NAME", values.line, "the operator, with --system"),
             switch("--no-pull", "without an image"),
         ),
-        entry="setup",
+        body="setup:setup",
         check=_setup,
     ),
     Verb(
@@ -565,7 +565,7 @@ VERBS: Final[tuple[Verb, ...]] = (
             switch("--purge", "also state, images and credentials"),
             switch("--delete-instances", "delete each instance first"),
         ),
-        entry="setup",
+        body="setup:uninstall",
         check=_uninstall,
     ),
     Verb(

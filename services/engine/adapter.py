@@ -23,7 +23,7 @@ from agent_box.bus.schema import Empty
 from agent_box.bus.server import Call, Handler, StreamHandler
 from agent_box.config.errors import ConfigError
 from agent_box.config.load import load
-from agent_box.engine import core, hybrid, monitor
+from agent_box.engine import chosen, core, hybrid, monitor
 from agent_box.engine.contract import (
     Boot,
     Create,
@@ -217,6 +217,8 @@ class Engine:
             accel = load(self._context.config).engine.accel
         except ConfigError as error:
             raise Refusal(Reason.CONFIG_INVALID, str(error)) from None
+        if accel is None:
+            return chosen.read(chosen.file(self._context.paths))
         return "kvm" if accel == "kvm" else "tcg" if accel == "tcg" else None
 
     # ------------------------------------------------------------------ monitors

@@ -40,6 +40,9 @@ WINDOWS: dict[str, set[str]] = {
     "agent_box.cli.images": {"engine.image"},
     # says which files an image is when an instance is made of it
     "agent_box.cli.instances": {"engine.image"},
+    # builds the first image, and keeps what a guest really ran with where the engine looks
+    "agent_box.cli.setup": {"engine.image", "engine.chosen"},
+    "agent_box.cli.doctor": {"engine.chosen"},
     "agent_box.cli.values": {"engine.image"},
     # lays everything out before the services start: keys, and whether the config is one
     "agent_box.process.daemon": {"bus", "config"},
