@@ -197,22 +197,16 @@ def _duration(ms: int) -> str:
 
 def _hellos(here: link.Place, statuses: dict[str, Status]) -> dict[str, Hello | str]:
     """What each says, all asked at the same time."""
-    found: dict[str, Hello | str] = {}
+    from concurrent.futures import ThreadPoolExecutor
 
-    def ask(name: str) -> None:
+    def ask(name: str) -> Hello | str:
         status = statuses.get(name)
         age_ms = None if status is None else status.uptime_ms
         is_young = age_ms is not None and age_ms < YOUNG_S * 1000
-        found[name] = _hello(here, name, YOUNG_S if is_young else HELLO_S)
+        return _hello(here, name, YOUNG_S if is_young else HELLO_S)
 
-    from threading import Thread
-
-    threads = [Thread(target=ask, args=(name,)) for name in SERVICES]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(SERVICES)) as pool:
+        return dict(zip(SERVICES, pool.map(ask, SERVICES), strict=True))
 
 
 def _hello(here: link.Place, name: str, seconds: float = HELLO_S) -> Hello | str:

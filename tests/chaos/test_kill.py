@@ -25,8 +25,8 @@ from support.until import until
 from agent_box.bus import keys
 from agent_box.bus.client import Client
 from agent_box.bus.errors import Code, Refusal
-from agent_box.bus.schema import Empty
-from agent_box.process.paths import SERVICES
+from agent_box.bus.schema import Empty, Wire
+from agent_box.process.paths import PROGRAMS, SERVICES
 from agent_box.process.watch import DEATHS, WITHIN_S
 from agent_box.registry import contract as registry
 from agent_box.store import contract as store
@@ -37,7 +37,9 @@ FEW = 3
 MANY = 20
 READY_S = 30.0  # a bound on a hang; what it took is printed
 LOST = (Code.UNAVAILABLE, Code.DEADLINE, Code.UNKNOWN_OUTCOME)  # nothing was acknowledged
-ROUND_S = WITHIN_S / (DEATHS - 1)  # one kill of each service in this time is never too many
+KILLS_S = 4.0  # in which each service is killed once
+# One kill of each within `KILLS_S` of the start of each round is never too many.
+ROUND_S = (WITHIN_S + KILLS_S) / (DEATHS - 1)
 
 
 class Writer:
@@ -186,35 +188,74 @@ class Notes(Writer):
         assert len(numbers) == len(set(numbers))  # a call that was sent again was one event
 
 
-class Creates(Writer):
-    """An instance is refused at the engine's step, after its record was made: none may stay."""
+class Instances(Writer):
+    """Makes instances, and removes every third."""
 
     role, service = "operator", "registry"
+    pause_s = 0.1
+    images = registry.Images(
+        kernel="0" * 64, initramfs="1" * 64, variant="2" * 64, guest="3" * 64, harness=None
+    )
 
     def __init__(self, live: Live) -> None:
         super().__init__(live)
-        self.answered = 0
+        self.made: set[str] = set()  # acknowledged
+        self.gone: set[str] = set()  # acknowledged: refused or removed
+        self.uncertain: set[str] = set()  # the answer was lost
 
     def write(self, client: Client) -> None:
         name = f"box-{uuid.uuid4().hex[:12]}"
-        request = registry.Create(name=name, profile=None, cpus=None, memory=None, disk=None)
+        request = registry.Create(
+            name=name,
+            profile=None,
+            cpus=None,
+            memory=None,
+            disk=64 << 20,
+            image="base",
+            images=self.images,
+        )
+        self.uncertain.add(name)
+        if not self.answer(client, "create", request):
+            self.gone.add(name)
+            self.uncertain.remove(name)
+            return
+        if len(self.made) % 3:
+            self.made.add(name)
+            self.uncertain.remove(name)
+            return
+        self.made.add(name)
+        if self.answer(client, "delete", registry.Delete(name=name, force=False)):
+            self.made.remove(name)
+            self.gone.add(name)
+            self.uncertain.remove(name)
+
+    def answer(self, client: Client, method: str, request: Wire) -> bool:
+        """Whether it was done. False: it was refused, because something it needs is away."""
         try:
-            client.call("create", request, deadline_s=5)
+            client.call(method, request, deadline_s=10)
         except Refusal as refusal:
-            if refusal.exit != 10:
+            if refusal.exit not in (10, 11, 12):
                 raise
-            self.answered += 1
-        else:
-            raise AssertionError(f"{name} was created without an engine")
+            return False
+        return True
 
     def check(self) -> None:
-        def rows() -> list[str]:
+        def states() -> dict[str, str]:
             with self.connect() as client:
                 listed = client.call("list", Empty())
                 assert isinstance(listed, registry.Rows)
-                return [row.name for row in listed.instances]
+                assert not listed.problems
+                return {row.name: row.state for row in listed.instances}
 
-        until("what was begun is undone", lambda: not rows())
+        until(
+            "what was begun is finished or undone",
+            lambda: set(states().values()) <= {"stopped"},
+            seconds=READY_S,
+        )
+        there = set(states())
+        assert self.made - self.uncertain <= there
+        assert not self.gone & there
+        assert there <= self.made | self.uncertain
 
 
 @pytest.fixture
@@ -230,7 +271,7 @@ def live() -> Iterator[Live]:
 @pytest.fixture
 def writers(live: Live) -> Iterator[list[Writer]]:
     """At work throughout the test; afterwards they look whether all is there."""
-    team: list[Writer] = [Secrets(live), Notes(live), Creates(live)]
+    team: list[Writer] = [Secrets(live), Notes(live), Instances(live)]
     for writer in team:
         writer.start()
     try:
@@ -245,7 +286,14 @@ def writers(live: Live) -> Iterator[list[Writer]]:
 def settled(live: Live, writers: list[Writer]) -> float:
     """Waits until all is well again, and says how long that took, in seconds."""
     begun = time.monotonic()
-    until("every service is ready", live.ready, seconds=READY_S)
+    try:
+        until("every service is ready", live.ready, seconds=READY_S)
+    except AssertionError:
+        print(live.run("service", "list").out)
+        print(live.paths.log("daemon").read_text()[-8000:])
+        for service in SERVICES:
+            print(service, live.paths.log(service).read_text()[-2000:])
+        raise
     took = time.monotonic() - begun
     before = [writer.count for writer in writers]
 
@@ -255,8 +303,8 @@ def settled(live: Live, writers: list[Writer]) -> float:
         return all(w.count > b for w, b in zip(writers, before, strict=True))
 
     until("the clients go on", all_go_on, seconds=READY_S)
-    for service in SERVICES:
-        assert len(live.inner(service)) == 1, f"{service} runs {live.inner(service)}"
+    for program in PROGRAMS:
+        assert len(live.inner(program)) == 1, f"{program} runs {live.inner(program)}"
     return took
 
 
@@ -296,8 +344,10 @@ def test_each_service(live: Live, writers: list[Writer], count: int) -> None:
     took = []
     for _ in range(count):
         begun = time.monotonic()
-        for service in dice.sample(SERVICES, len(SERVICES)):
-            time.sleep(dice.uniform(0, 0.6))  # not a wait for anything: the moment is the test
+        for service in dice.sample(PROGRAMS, len(PROGRAMS)):
+            time.sleep(
+                dice.uniform(0, KILLS_S / len(PROGRAMS))
+            )  # not a wait for anything: the moment is the test
             pids = live.pids(service)
             if pids:
                 kill(dice.choice(pids))
@@ -342,8 +392,8 @@ def test_all_services_but_not_supervisord(live: Live, writers: list[Writer]) -> 
     daemon = live.daemon_pid()
     took = []
     for _ in range(FEW):
-        for service in SERVICES:
-            for pid in live.inner(service):
+        for program in PROGRAMS:
+            for pid in live.inner(program):
                 kill(pid)
         took.append(settled(live, writers))
     assert live.daemon_pid() == daemon
