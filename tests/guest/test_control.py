@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agent_box.guest.agent import _OPERATIONS
 from agent_box.guest.control import OPERATIONS, Session
-from agent_box.guest.wire import VERSION, Decoder, FrameError, Kind, pack, unpack
+from agent_box.guest.wire import VERSION, Decoder, FrameError, Kind, VersionError, pack, unpack
 
 PROVISION: dict[str, Any] = {
     "op": "provision",
@@ -22,6 +22,7 @@ PROVISION: dict[str, Any] = {
     "hook": None,
     "sudo": False,
     "time_ns": 1_700_000_000_000_000_000,
+    "at_ns": 5_000_000_000,
 }
 
 
@@ -75,10 +76,16 @@ def test_nothing_comes_before_hello(kind: Kind) -> None:
         Host().say(kind, op="ping")
 
 
-@pytest.mark.parametrize("fields", [{}, {"version": 2}, {"version": VERSION, "more": 1}])
-def test_another_version_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(FrameError):
+@pytest.mark.parametrize("fields", [{}, {"version": VERSION, "more": 1}, {"versions": [VERSION]}])
+def test_a_hello_of_another_shape_is_none(fields: dict[str, Any]) -> None:
+    with pytest.raises(FrameError, match="no hello"):
         Host().say(Kind.HELLO, **fields)
+
+
+@pytest.mark.parametrize("version", [0, VERSION + 1, True, None, "1"])
+def test_another_version_is_refused_by_name(version: object) -> None:
+    with pytest.raises(VersionError, match=f"speak version {VERSION}"):
+        Host().say(Kind.HELLO, version=version)
 
 
 def test_a_second_request_waits_for_the_first_reply() -> None:
@@ -110,6 +117,18 @@ def test_a_lost_field_is_a_refusal(name: str) -> None:
         ("boot", 1 << 63),
         ("hostname", None),
         ("hostname", "a\0b"),
+        ("hostname", ""),
+        ("hostname", "-a"),
+        ("hostname", "a-"),
+        ("hostname", "a.b"),
+        ("hostname", "a b"),
+        ("hostname", "a\nb"),
+        ("hostname", "\u00e4"),
+        ("hostname", "a" * 64),
+        ("environment", [{"name": "A=B", "value": "1"}]),
+        ("environment", [{"name": "", "value": "1"}]),
+        ("environment", [{"name": "A", "value": "a\0b"}]),
+        ("at_ns", None),
         ("environment", None),
         ("environment", {}),
         ("environment", [{"name": "A"}]),
