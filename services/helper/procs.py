@@ -121,13 +121,28 @@ def spawn(argv: Sequence[str], fds: Sequence[int]) -> int:
     try:
         for fd in fds:
             high.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH))
-        actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(high)]
+        actions: list[tuple[int, ...]] = [
+            (os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(high)
+        ]
+        # Ours are all close-on-exec; these were left to us by whoever started us.
+        actions += [(os.POSIX_SPAWN_CLOSE, fd) for fd in _inheritable() if fd >= len(high)]
         return os.posix_spawn(
             argv[0], list(argv), {}, file_actions=actions, setsigmask=[], setsigdef=IGNORED
         )
     finally:
         for fd in high:
             os.close(fd)
+
+
+def _inheritable() -> list[int]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.get_inheritable(int(name)):
+                found.append(int(name))
+        except OSError:
+            continue  # closed meanwhile, as the one that read the directory was
+    return found
 
 
 def prctl(option: int, argument: int) -> None:
