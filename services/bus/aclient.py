@@ -18,6 +18,7 @@ from agent_box.bus.keys import KeyPair
 from agent_box.bus.link import Link, pack, prepare, table
 from agent_box.bus.peer import Flow, Peer, Pending
 from agent_box.bus.schema import Contract, Stream, Wire
+from agent_box.bus.sockets import descriptor
 
 
 class AsyncClient:
@@ -36,7 +37,7 @@ class AsyncClient:
         secret: KeyPair,
         server_key: bytes,
         contract: Contract,
-        context: zmq.Context | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         if contract.service != service:
             raise ValueError(f"this is the contract of {contract.service}, not of {service}")
@@ -49,8 +50,8 @@ class AsyncClient:
         self._peer = Peer(service)
         self._link = Link(self._context, self._peer, sock, secret, server_key)
         self._fds = (
-            self._link.socket.getsockopt(zmq.FD),
-            self._link.monitor.getsockopt(zmq.FD),
+            descriptor(self._link.socket),
+            descriptor(self._link.monitor),
         )
         self._again: asyncio.Handle | None = None
         self._closed = False

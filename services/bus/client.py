@@ -18,6 +18,7 @@ from agent_box.bus.keys import KeyPair
 from agent_box.bus.link import SOON_MS, Link, pack, prepare, table
 from agent_box.bus.peer import Flow, Line, Peer
 from agent_box.bus.schema import Contract, Stream, Wire
+from agent_box.bus.sockets import descriptor
 
 
 class Client:
@@ -42,7 +43,7 @@ class Client:
         secret: KeyPair,
         server_key: bytes,
         contract: Contract,
-        context: zmq.Context | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         if contract.service != service:
             raise ValueError(f"this is the contract of {contract.service}, not of {service}")
@@ -53,9 +54,9 @@ class Client:
         self._is_own = context is None
         self._peer = Peer(service)
         self._link = Link(self._context, self._peer, sock, secret, server_key)
-        self._monitor_fd = self._link.monitor.getsockopt(zmq.FD)
+        self._monitor_fd = descriptor(self._link.monitor)
         self._poll = select.poll()
-        self._poll.register(self._link.socket.getsockopt(zmq.FD), select.POLLIN)
+        self._poll.register(descriptor(self._link.socket), select.POLLIN)
         self._poll.register(self._monitor_fd, select.POLLIN)
         self._link.read()  # a pipe that was never read gives no signal
 

@@ -19,6 +19,7 @@ import zmq
 from agent_box.bus import wire
 from agent_box.bus.keys import KeyPair
 from agent_box.bus.link import RECONNECT_MAX_MS, RECONNECT_MS
+from agent_box.bus.sockets import descriptor
 from agent_box.bus.zap import Gate
 
 _RING: Final = struct.Struct(f"!3s{wire.EPOCH_BYTES}sQ")
@@ -76,7 +77,11 @@ class _Bell:
     """The listening socket, its monitor, and the newest ring."""
 
     def __init__(
-        self, context: zmq.Context, sock: Path, secret: KeyPair, server_key: bytes
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        sock: Path,
+        secret: KeyPair,
+        server_key: bytes,
     ) -> None:
         self.newest: Ring | None = None
         self.socket = listener = context.socket(zmq.SUB)
@@ -161,7 +166,7 @@ class AsyncSubscriber:
         sock: Path,
         secret: KeyPair,
         server_key: bytes,
-        context: zmq.Context | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context() if context is None else context
@@ -169,8 +174,8 @@ class AsyncSubscriber:
         self._bell = _Bell(self._context, sock, secret, server_key)
         self._rung = asyncio.Event()
         self._fds = (
-            self._bell.socket.getsockopt(zmq.FD),
-            self._bell.monitor.getsockopt(zmq.FD),
+            descriptor(self._bell.socket),
+            descriptor(self._bell.monitor),
         )
         for fd in self._fds:
             self._loop.add_reader(fd, self._ready)

@@ -43,7 +43,12 @@ class Link:
     """
 
     def __init__(
-        self, context: zmq.Context, peer: Peer, sock: Path, secret: KeyPair, server_key: bytes
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        peer: Peer,
+        sock: Path,
+        secret: KeyPair,
+        server_key: bytes,
     ) -> None:
         self.peer = peer
         self.garbage = 0  # messages of the service that were none

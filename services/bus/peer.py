@@ -277,28 +277,27 @@ class Peer:
     def received(self, untrusted_frames: Sequence[bytes]) -> None:
         """A message of the service. Raises WireError; the line is still good then."""
         header, untrusted_body = wire.decode_from_callee(untrusted_frames)
-        kind = type(header)
-        if kind is wire.Reply or kind is wire.Failure:
+        if isinstance(header, wire.Reply | wire.Failure):
             self._answered(header, untrusted_body)
-        elif kind is wire.Item:
+        elif isinstance(header, wire.Item):
             self._item(header, untrusted_body)
-        elif kind is wire.Credit:
+        elif isinstance(header, wire.Credit):
             flow = self._flows.get(header.id)
             if flow is not None:
                 flow.accepted = True
                 flow.credit = min(flow.credit + header.n, flow.method.window)
                 flow.notify()
-        elif kind is wire.Welcome:
+        elif isinstance(header, wire.Welcome):
             if header.id == self._greeting:
                 self._greeting = None
                 self.epoch = header.epoch
                 self.line = Line.UP
-        elif kind is wire.Stale:
+        elif isinstance(header, wire.Stale):
             if self.line is Line.UP and header.epoch != self.epoch:
                 self._not_begun(header.id)
                 self._lose_all()
                 self.line = Line.GREETING
-        elif kind is wire.Away and self.line is Line.UP and header.epoch == self.epoch:
+        elif isinstance(header, wire.Away) and self.line is Line.UP and header.epoch == self.epoch:
             self.away = True
             self._not_begun(header.id)
 

@@ -29,7 +29,7 @@ from agent_box.bus.keys import KeyPair
 from agent_box.bus.outcomes import BEGUN, DONE, REFUSED, Outcomes, Prior
 from agent_box.bus.policy import Policy
 from agent_box.bus.schema import BASE_METHODS, Contract, Empty, Kind, Method, Stream, Wire
-from agent_box.bus.sockets import readable, receive, receive_from, send
+from agent_box.bus.sockets import descriptor, readable, receive, receive_from, send
 from agent_box.bus.zap import Gate
 
 PENDING_PER_CALLER: Final = 128  # calls under way, streams included
@@ -291,10 +291,10 @@ class Server:
         )
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_MAX)
-        self._fd = self._router.getsockopt(zmq.FD)
+        self._fd = descriptor(self._router)
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._monitor.linger = 0
-        self._monitor_fd = self._monitor.getsockopt(zmq.FD)
+        self._monitor_fd = descriptor(self._monitor)
 
     async def start(self) -> None:
         """Binds and serves in the running loop.
@@ -481,12 +481,11 @@ class Server:
 
     def _message(self, peer: bytes, role: str, untrusted_frames: list[bytes]) -> None:
         header, untrusted_body = wire.decode_from_caller(untrusted_frames)
-        kind = type(header)
-        if kind is wire.Call:
+        if isinstance(header, wire.Call):
             self._call(peer, role, header, untrusted_body)
-        elif kind is wire.Greet:
+        elif isinstance(header, wire.Greet):
             self._send(peer, wire.Welcome(version=1, id=header.id, epoch=self.epoch))
-        elif kind is wire.Open:
+        elif isinstance(header, wire.Open):
             self._open(peer, role, header, untrusted_body)
         else:
             self._about(peer, header, untrusted_body)
@@ -551,10 +550,10 @@ class Server:
                 self._record_refusal(call, refusal)
             self._fail(peer, id, refusal)
         except Exception as error:  # noqa: BLE001 - a defect of the handler; logged, told by id
-            refusal = self._as_defect(role, header.method, error)
+            defect = self._as_defect(role, header.method, error)
             if call is not None:
-                self._record_refusal(call, refusal)
-            self._fail(peer, id, refusal)
+                self._record_refusal(call, defect)
+            self._fail(peer, id, defect)
 
     def _finish(self, peer: bytes, id: int, call: Call, entry: _Entry, result: Wire) -> None:
         if entry.once and not call.committed:
@@ -610,6 +609,7 @@ class Server:
 
     async def _run(self, work: _Work, entry: _Entry, result: Coroutine[Any, Any, Wire]) -> None:
         call = work.call
+        header: type[wire.Reply | wire.Failure]
         try:
             reply = await result
             if type(reply) is not entry.reply:
@@ -621,9 +621,9 @@ class Server:
             self._record_refusal(call, refusal)
             header, body = wire.Failure, wire.encode_refusal(refusal)
         except Exception as error:  # noqa: BLE001 - a defect of the handler; logged, told by id
-            refusal = self._as_defect(call.caller, call.method, error)
-            self._record_refusal(call, refusal)
-            header, body = wire.Failure, wire.encode_refusal(refusal)
+            defect = self._as_defect(call.caller, call.method, error)
+            self._record_refusal(call, defect)
+            header, body = wire.Failure, wire.encode_refusal(defect)
         for peer, id in ((work.peer, work.id), *work.others):
             self._send(peer, header(version=1, id=id, epoch=self.epoch), body)
 
@@ -661,6 +661,7 @@ class Server:
 
     async def _run_stream(self, work: _Work, entry: _StreamEntry, request: Wire) -> None:
         assert work.flow is not None
+        header: type[wire.Reply | wire.Failure]
         try:
             reply = await entry.handler(request, work.call, work.flow)
             if type(reply) is not entry.stream.reply:
@@ -669,8 +670,8 @@ class Server:
         except Refusal as refusal:
             header, body = wire.Failure, wire.encode_refusal(refusal)
         except Exception as error:  # noqa: BLE001 - a defect of the handler; logged, told by id
-            refusal = self._as_defect(work.call.caller, work.call.method, error)
-            header, body = wire.Failure, wire.encode_refusal(refusal)
+            defect = self._as_defect(work.call.caller, work.call.method, error)
+            header, body = wire.Failure, wire.encode_refusal(defect)
         self._send(work.peer, header(version=1, id=work.id, epoch=self.epoch), body)
 
     # What is under way.

@@ -21,18 +21,23 @@ _POLLIN: Final = int(zmq.POLLIN)
 _POLLOUT: Final = int(zmq.POLLOUT)
 
 
-def readable(socket: zmq.Socket) -> bool:
+def descriptor(socket: zmq.Socket[bytes]) -> int:
+    """The descriptor to wait on. It tells of a change, not of a state (`readable` does)."""
+    return int(socket.getsockopt(zmq.FD))
+
+
+def readable(socket: zmq.Socket[bytes]) -> bool:
     """Whether a message waits. Looks into the socket itself, so it is also right after a send,
     which may have taken the descriptor's signal with it."""
-    return bool(_get(socket, _EVENTS) & _POLLIN)
+    return bool(int(_get(socket, _EVENTS)) & _POLLIN)
 
 
-def writable(socket: zmq.Socket) -> bool:
+def writable(socket: zmq.Socket[bytes]) -> bool:
     """Whether there is room for a message."""
-    return bool(_get(socket, _EVENTS) & _POLLOUT)
+    return bool(int(_get(socket, _EVENTS)) & _POLLOUT)
 
 
-def receive(socket: zmq.Socket, flags: int = _LAST) -> list[bytes]:
+def receive(socket: zmq.Socket[bytes], flags: int = _LAST) -> list[bytes]:
     """One message that waits. Raises zmq.Again when none does.
 
     With `flags` 0 it may take as long as the socket's RCVTIMEO to come.
@@ -46,7 +51,7 @@ def receive(socket: zmq.Socket, flags: int = _LAST) -> list[bytes]:
     return frames
 
 
-def receive_from(socket: zmq.Socket) -> tuple[bytes, str, list[bytes]]:
+def receive_from(socket: zmq.Socket[bytes]) -> tuple[bytes, str, list[bytes]]:
     """One message that waits at a ROUTER: whence, the role that the ZAP handler gave the
     sender, and the frames. Raises zmq.Again when none waits."""
     first = frame = _recv(socket, _LAST, False)
@@ -58,7 +63,7 @@ def receive_from(socket: zmq.Socket) -> tuple[bytes, str, list[bytes]]:
     return first.bytes, str(first.get("User-Id")), frames
 
 
-def send(socket: zmq.Socket, *frames: bytes) -> None:
+def send(socket: zmq.Socket[bytes], *frames: bytes) -> None:
     """One message, whole or not at all. Raises zmq.Again or another ZMQError."""
     for frame in frames[:-1]:
         _send(socket, frame, _MORE)

@@ -17,6 +17,7 @@ import zmq
 from zmq.utils import z85
 
 from agent_box.bus.keys import KeyPair
+from agent_box.bus.sockets import descriptor
 
 HANDSHAKE_MS: Final = 5_000  # a connection that has not said who it is by then is closed
 BACKLOG: Final = 1_024
@@ -57,10 +58,12 @@ class Gate:
         """Begins to answer in the running loop."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._ready)
+            self._loop.add_reader(descriptor(self._socket), self._ready)
             self._ready()
 
-    def socket(self, kind: int, domain: str, secret: KeyPair, roles: frozenset[str]) -> zmq.Socket:
+    def socket(
+        self, kind: int, domain: str, secret: KeyPair, roles: frozenset[str]
+    ) -> zmq.Socket[bytes]:
         """A CURVE server socket, not yet bound, for the holders of the keys of `roles`.
 
         Raises:
@@ -90,7 +93,7 @@ class Gate:
                 before a process exits.
         """
         if self._loop is not None:
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(descriptor(self._socket))
             self._loop = None
         self.context.destroy(linger=flush_ms)
 
