@@ -81,11 +81,12 @@ class HandoverServer(Generic[R]):
         self._listen()
 
     def close(self) -> None:
-        """Ends every connection and what is under way for it."""
+        """Ends every connection and what is under way for it. Twice is as once."""
         if self._paused is not None:
             self._paused.cancel()
-        asyncio.get_running_loop().remove_reader(self._listener)
-        self._listener.close()
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
         for connection in list(self._connections):
             self._end(connection)
 
