@@ -314,7 +314,7 @@ def _instances(out: Render, here: link.Place, delete_all: bool) -> None:
     if names and not delete_all:
         raise Failure(
             4,
-            "wrong-state",
+            "instances-exist",
             f"there are instances: {', '.join(names)}; delete them, or give --delete-instances",
         )
     for name in names:
@@ -325,4 +325,7 @@ def _instances(out: Render, here: link.Place, delete_all: bool) -> None:
 def _refuse_unreadable(rows: Rows) -> None:
     if rows.problems:
         names = ", ".join(problem.name for problem in rows.problems)
-        raise Failure(4, "wrong-state", f"the records of {names} cannot be used; see doctor")
+        raise Failure(4, "instances-exist", f"the records of {names} cannot be used; see doctor")
+    if rows.strays:
+        ids = ", ".join(rows.strays)
+        raise Failure(4, "instances-exist", f"the engine holds {ids} without a record; see doctor")
