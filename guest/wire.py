@@ -1,7 +1,7 @@
 """Frames between host and guest, without I/O. Both ends import this module.
 
 A frame is a little-endian u32 that counts what follows, one byte that says what it is, then
-JSON for control or raw bytes for data (docs/protocol.md, "Guest protocol"). What arrives is
+JSON for control or raw bytes for data (docs/guest.md). What arrives is
 hostile on either side: the guest's root may send anything, and PID 1 must survive anything.
 """
 

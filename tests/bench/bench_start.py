@@ -1,0 +1,147 @@
+"""A start, from `engine.boot` to provisioned, beside a bare QEMU. Prints JSON.
+
+    AGENT_BOX_TEST_MACHINE=DIR python tests/bench/bench_start.py [RUNS]
+
+The bare one boots the same kernel, initramfs, variant and box-guest with the same options, but
+without jail, shim and vsock device, as far as PID 1 of the guest, which is told from the
+console. The two take turns, so that what else the host does meets both. Seconds, medians.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.machines import HAVE, MACHINE, WHY, Machines
+
+from agent_box.engine import contract as engine
+from agent_box.helper import machine, tsc
+
+SAID = b"box-guest["  # the first line of the agent process, which PID 1 forked
+BOUND_S = 180.0
+MEMORY_MIB = 256
+
+
+def bare(directory: Path, khz: int) -> float:
+    """Seconds until the guest's first word."""
+    data = directory / "data.img"
+    with data.open("wb") as file:
+        file.truncate(256 << 20)
+    subprocess.run(["/sbin/mkfs.ext4", "-q", "-F", str(data)], check=True)
+    profile = {
+        "accel": "tcg", "cpus": 1, "memory_mib": MEMORY_MIB, "kernel": "", "initramfs": "",
+        "variant": "", "guest": "", "harness": None,
+    }  # fmt: skip
+    words = plain(machine.command("qemu-system-x86_64", profile, khz), data)
+    begun = time.monotonic()
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert process.stdout is not None
+    said = b""
+    try:
+        while SAID not in said:
+            ready, _, _ = select.select([process.stdout], [], [], BOUND_S)
+            piece = os.read(process.stdout.fileno(), 65536) if ready else b""
+            if not piece:
+                raise RuntimeError(f"the bare machine said only {said[-500:]!r}")
+            said += piece
+        return time.monotonic() - begun
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def plain(words: list[str], data: Path) -> list[str]:
+    """The command line without the jail's descriptors: its console is standard output, and the
+    vsock device, its channel and the monitor are left out. PID 1 needs a vsock to bind, which
+    its kernel has without a device."""
+    made: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word in ("-add-fd", "-chardev", "-mon", "-serial", "-sandbox"):
+            next(rest)
+            continue
+        if word == "-device":
+            value = next(rest)
+            if "vsock" not in value:
+                made += [word, value]
+            continue
+        for part in ("kernel", "initramfs", "variant", "guest"):
+            word = word.replace(f"{machine.MACHINE_FILES}/{part}", f"{MACHINE}/{part}")
+        made.append(word.replace("/dev/fdset/1", str(data)))
+    return [*made, "-serial", "stdio", "-monitor", "none"]
+
+
+def ours(machines: Machines) -> dict[str, float]:
+    """One start, and its parts."""
+    instance = machines.create()
+    begun = time.monotonic()
+    machines.boot(instance, memory=MEMORY_MIB)
+    running = time.monotonic()
+    machines.provision(instance, seconds=BOUND_S)
+    ready = time.monotonic()
+    uptime = next(
+        float(line.split()[1].rstrip(":"))
+        for line in machines.console(instance).splitlines()
+        if line.startswith("box-guest[") and "serves" in line
+    )
+    machines.poweroff(instance)
+    machines.until_state(instance, "stopped", seconds=60)
+    off = time.monotonic()
+    machines.engine("delete", engine.Instance(instance=instance))
+    deleted = time.monotonic()
+    machines.made.remove(instance)
+    return {
+        "start": ready - begun,
+        "boot": running - begun,
+        "provision": ready - running,
+        "guest_uptime_when_it_serves": uptime,
+        "poweroff": off - ready,
+        "delete": deleted - off,
+    }
+
+
+def main() -> None:
+    if not HAVE:
+        sys.exit(WHY)
+    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    khz = tsc.measure()
+    machines = Machines()
+    found: list[dict[str, float]] = []
+    bares: list[float] = []
+    directory = Path(tempfile.mkdtemp())
+    try:
+        machines.up()
+        ours(machines)  # the first one hashes the images
+        for _ in range(runs):
+            bares.append(bare(directory, khz))
+            found.append(ours(machines))
+    finally:
+        machines.close()
+        shutil.rmtree(directory)
+    parts = {name: round(statistics.median(f[name] for f in found), 2) for name in found[0]}
+    ratios = [f["start"] / b for f, b in zip(found, bares, strict=True)]
+    result = {
+        "bare": round(statistics.median(bares), 2),
+        **parts,
+        "ratio": round(statistics.median(ratios), 2),
+        "ratios": [round(r, 2) for r in ratios],
+        "load": [round(value, 1) for value in os.getloadavg()],
+    }
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
