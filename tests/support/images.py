@@ -59,9 +59,10 @@ def publish(paths: Paths, manifest: Manifest) -> Manifest:
 
 
 def flip(file: Path, at: int = 10) -> None:
-    """One bit of a file is another, as on a bad disk."""
-    file.chmod(0o600)
+    """One bit of a file is another, as on a bad disk. A hard link elsewhere stays as it was."""
     data = bytearray(file.read_bytes())
     data[at] ^= 1
-    file.write_bytes(data)
-    file.chmod(0o444)
+    spoiled = file.with_name(f"{file.name}.spoiled")
+    spoiled.write_bytes(data)
+    spoiled.chmod(0o444)
+    spoiled.rename(file)
