@@ -33,18 +33,27 @@ class Canary:
         self.value = value
         self.forms = dict(_forms(value))
 
+    def and_also(self, other: Canary) -> Canary:
+        """Both at once, for one walk through all files."""
+        both = Canary(self.value)
+        both.forms |= {f"{name}, of the other": form for name, form in other.forms.items()}
+        return both
+
     def within(self, data: bytes) -> list[str]:
         """The names of the forms in which it is in `data`."""
         return [name for name, form in self.forms.items() if form in data]
 
-    def in_files(self, roots: Iterable[Path], *, since_ns: int = 0) -> list[Found]:
+    def in_files(
+        self, roots: Iterable[Path], *, since_ns: int = 0, deep: bool = True
+    ) -> list[Found]:
         """Looks into every file of ours below `roots`, by content and by name, but for huge ones.
 
         Args:
             since_ns: leaves out what was not written since then (Unix time).
+            deep: whether to go into the directories of `roots`.
         """
         found = []
-        for path in _files(roots, since_ns):
+        for path in _files(roots, since_ns, deep):
             name = os.fsencode(path.name)
             found += [Found(str(path), f"{form}, in the name") for form in self.within(name)]
             try:
@@ -104,10 +113,12 @@ def _lower(quoted: str) -> bytes:
     return "%".join([parts[0], *(part[:2].lower() + part[2:] for part in parts[1:])]).encode()
 
 
-def _files(roots: Iterable[Path], since_ns: int) -> Iterator[Path]:
+def _files(roots: Iterable[Path], since_ns: int, deep: bool) -> Iterator[Path]:
     uid = os.geteuid()
     for root in roots:
-        for directory, _, names in os.walk(root):
+        for directory, below, names in os.walk(root):
+            if not deep:
+                below.clear()
             for name in names:
                 path = Path(directory) / name
                 try:
