@@ -31,7 +31,7 @@ from agent_box.helper.wire import Refused
 
 Args = dict[str, Any]
 LAUNCH_S: Final = 55.0
-KILL_S: Final = 5.0  # for the shim to do it; then we do
+KILL_S: Final = 8.0  # for the shim to do it; then we do
 DEAD_S: Final = 10.0
 SETTLE_S: Final = 5.0  # for a shim that is ending
 PAGE: Final = 64
@@ -216,8 +216,7 @@ class Ops:
             if found is None or found.launch_id != args["launch_id"]:
                 raise Refused("conflict", _which(found))
             if found.state in ("starting", "running"):
-                self._ask_to_kill(found, room)
-                self._end(directory, room, by="kill")
+                self._end_launch(found, directory, room)
             return Done(self._state(name))
 
     def list_(self, args: Args) -> Done:
@@ -346,46 +345,55 @@ class Ops:
             self._log(f"the end of {found.launch_id} cannot be written: {problem.strerror}")
         return over
 
-    def _ask_to_kill(self, found: Record, room: int) -> None:
-        """Lets the shim do it, so that it knows why; it need not answer."""
-        if room < 0 or not found.lives("shim"):
-            return
-        try:
-            with link.connect(room, shim.CTL, socket.SOCK_SEQPACKET) as ctl:
-                ctl.settimeout(KILL_S)
-                link.send(ctl, b"kill")
-                ctl.recv(1)  # its end is the answer
-        except OSError:
-            pass  # then we do it ourselves
-
-    def _end(self, directory: int, room: int, *, by: str) -> None:
-        """Whatever is left of a launch is ended, the shim too, if it is stuck.
+    def _end_launch(self, found: Record, directory: int, room: int) -> None:
+        """Ends a launch: by its shim, so that it is known why; else without.
 
         Raises:
             Refused: a process does not end.
         """
+        if found.lives("shim"):
+            asked = self._ask_to_kill(room)
+            if asked is None:  # it cannot be reached, but it will see its machine end
+                procs.end([found.procs.get("vmm")], DEAD_S)
+            elif not asked:
+                procs.end([found.procs.get("shim")], DEAD_S)
+        held = tuple(fd for fd in (directory, room) if fd >= 0)
         if directory < 0:  # somebody removed it: then there is no lock, but a shim that knows
-            found = record.read((room,))
-            if found is not None and not procs.end(found.living(), DEAD_S):
+            if not procs.end(found.living(), DEAD_S):
                 raise Refused("unavailable", "a process of it does not end")
             return
         lock = self._lock(directory, SETTLE_S)
         if lock is None:
-            found = record.read(fd for fd in (directory, room) if fd >= 0)
-            if found is None or not procs.end([found.procs.get("shim")], DEAD_S):
-                raise Refused("unavailable", "its shim does not end")
+            procs.end([found.procs.get("shim")], DEAD_S)
             lock = self._lock(directory, SETTLE_S)
-            if lock is None:
-                raise Refused("unavailable", "its directory is held by an unknown process")
+        if lock is None:
+            raise Refused("unavailable", "its directory is held by an unknown process")
         try:
-            held = tuple(fd for fd in (directory, room) if fd >= 0)
-            found = record.read(held)
-            if found is not None and found.state in ("starting", "running"):
-                self._conclude(found, held, by)
-            elif found is not None and not procs.end(found.living(), DEAD_S):
+            now = record.read(held) or found
+            if now.state in ("starting", "running"):
+                self._conclude(now, held, "kill")
+            elif not procs.end(now.living(), DEAD_S):
                 raise Refused("unavailable", "a process of it does not end")
+            elif now.exit is not None and now.exit["by"] == "vmm":  # the shim could not know
+                record.write(held, now.change(exit=now.exit | {"by": "kill"}))
         finally:
             os.close(lock)
+
+    def _ask_to_kill(self, room: int) -> bool | None:
+        """True when the shim did it, False when it is silent, None when it cannot be asked."""
+        if room < 0:
+            return None
+        try:
+            with link.connect(room, shim.CTL, socket.SOCK_SEQPACKET) as ctl:
+                ctl.settimeout(KILL_S)
+                link.send(ctl, b"kill")
+                return ctl.recv(1) == b""  # its end is the answer
+        except TimeoutError:
+            return False
+        except ConnectionResetError:
+            return True
+        except OSError:
+            return None
 
     def _start_shim(
         self,

@@ -23,7 +23,7 @@ from agent_box.helper import contract, link, places, proof, wire
 from agent_box.helper.ops import Done, Ops
 from agent_box.helper.wire import Refused, Request, WireError
 
-BACKLOG: Final = 16
+BACKLOG: Final = 64
 CONNECTIONS: Final = 32
 WORKERS: Final = 16
 PROOF_S: Final = 5.0  # for a peer to prove itself

@@ -285,7 +285,7 @@ class Shim:
         deadline = time.monotonic() + READY_S
         while True:
             ready = self._turn(deadline, fd, self._handles[started.name])
-            if fd in ready and os.read(fd, CHUNK):
+            if fd in ready and _read_some(fd):
                 return
             if ready:
                 self._drain()
@@ -403,8 +403,8 @@ class Shim:
                 events = self._poll.poll(left)
                 found = {fd for fd, _ in events if fd in waited}
                 for fd, _ in events:
-                    if fd not in waited and fd in self._handlers:
-                        self._handlers[fd]()
+                    if fd not in waited:
+                        self._handle(fd)
                 if self._starting and self._killed_by is not None:
                     raise LaunchError("it was killed while it started")
                 if found or (deadline is not None and time.monotonic() >= deadline):
@@ -428,10 +428,18 @@ class Shim:
             events = self._poll.poll(0)
             known = [fd for fd, _ in events if fd in self._handlers]
             for fd in known:
-                if fd in self._handlers:
-                    self._handlers[fd]()
+                self._handle(fd)
             if not known:
                 return
+
+    def _handle(self, fd: int) -> None:
+        handler = self._handlers.get(fd)
+        if handler is None:
+            return  # another one closed it
+        try:
+            handler()
+        except OSError as error:  # of one peer; it must not end the machine's keeper
+            self.note(f"shim: {error}\n")
 
     def _on(self, fd: int, handler: Callable[[], None]) -> None:
         self._handlers[fd] = handler
@@ -488,14 +496,14 @@ class Shim:
         if word == b"kill" and not fds:
             self._kill("kill")
             return  # the end of the connection is the answer
-        if word == b"watch" and len(fds) == 1:
-            os.set_blocking(fds[0], False)
-            self._watchers.append(fds[0])
-            link.send(client, b"ok")
-        else:
+        try:
+            if word == b"watch" and len(fds) == 1:
+                os.set_blocking(fds[0], False)
+                link.send(client, b"ok")
+                self._watchers.append(fds.pop())
+        finally:
             link.close(fds)
-        fd = client.detach()
-        self._off(fd)
+            self._off(client.detach())
 
     # ------------------------------------------------------------------ being known
 
@@ -538,6 +546,14 @@ class Shim:
             pass  # the helper is gone; the next one finds the record
         os.close(self._note)
         self._note = None
+
+
+def _read_some(fd: int) -> bytes:
+    """Empty at the end, however that came."""
+    try:
+        return os.read(fd, CHUNK)
+    except ConnectionResetError:
+        return b""
 
 
 def read_order(data: bytes) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Client:
 class HelperHouse:
     """Directories, a key and images; `start` runs a helper there, `close` removes everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, instances_bytes: int | None = None) -> None:
         before = os.umask(0o077)
         self.root = Path(tempfile.mkdtemp(prefix="abh.", dir="/tmp"))
         self.runtime = self.root / "r"
@@ -85,6 +85,13 @@ class HelperHouse:
         self.log = self.root / "log"
         os.umask(before)
         self.process: subprocess.Popen[bytes] | None = None
+        self._wrap: list[str] = []
+        if instances_bytes is not None:
+            # A file system of its own, which only the helper and its children see.
+            directory = str(self.state / "instances")
+            self._wrap = ["/usr/bin/bwrap", "--die-with-parent", "--dev-bind", "/", "/"]
+            self._wrap += ["--perms", "0700", "--size", str(instances_bytes)]
+            self._wrap += ["--tmpfs", directory, "--"]
 
     @property
     def sock(self) -> Path:
@@ -99,7 +106,7 @@ class HelperHouse:
     def start(self, *, lifeline: bool = True) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command(),
+                [*self._wrap, *self.command()],
                 stdin=subprocess.PIPE if lifeline else subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -129,9 +136,18 @@ class HelperHouse:
             self.process.stdin.close()
         return code
 
+    def instances(self) -> Path:
+        """The directory of instances, as the helper sees it."""
+        if not self._wrap:
+            return self.state / "instances"
+        assert self.process is not None
+        (inner,) = procs.descendants(self.process.pid)[:1]
+        return Path(f"/proc/{inner}/root{self.state / 'instances'}")
+
     def add(self, data: bytes) -> str:
         digest = hashlib.sha256(data).hexdigest()
-        (self.blobs / digest).write_bytes(data)
+        if not (self.blobs / digest).exists():
+            (self.blobs / digest).write_bytes(data)
         return digest
 
     def profile(self, does: bytes = tinykernel.IDLE, **more: Any) -> dict[str, Any]:
@@ -181,12 +197,20 @@ class HelperHouse:
         if self.process is None or self.process.poll() is not None:
             self.start()
         with self.client() as client:
-            for state in client.ask("list", after=None)["instances"]:
-                if state["launch_id"] is not None:
-                    client.ask("kill", id=state["id"], launch_id=state["launch_id"])
-                client.ask("release", id=state["id"])
-        assert self.stop(signal.SIGTERM) == 0, self.log.read_text()
+            while True:
+                for state in (page := client.ask("list", after=None))["instances"]:
+                    self._remove(client, state)
+                if not page["more"]:
+                    break
+        code = self.stop(signal.SIGTERM)
+        assert code == 0 or self._wrap, self.log.read_text()
         shutil.rmtree(self.root)
+
+    @staticmethod
+    def _remove(client: Client, state: dict[str, Any]) -> None:
+        if state["launch_id"] is not None:
+            client.ask("kill", id=state["id"], launch_id=state["launch_id"])
+        client.ask("release", id=state["id"])
 
 
 def fresh() -> str:
