@@ -7,12 +7,15 @@ does stands in agent.py; which exist, and what their fields must be, stands here
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
 
 from agent_box.guest.wire import VERSION, Decoder, FrameError, Kind, VersionError, pack, unpack
 
-Check = Callable[[Any], bool]
-Fields = dict[str, Any]
+TYPE_CHECKING = False  # typing itself would cost a tenth of all that a guest imports
+if TYPE_CHECKING:
+    from typing import Any, Final
+
+Check = Callable[["Any"], bool]
+Fields = dict[str, "Any"]
 
 
 def _text(value: Any) -> bool:
@@ -86,11 +89,14 @@ OPERATIONS: Final[Mapping[str, Mapping[str, Check]]] = {
 }
 
 
-class Action(NamedTuple):
+class Action:
     """An operation that the host asked for; answer it with `Session.reply`."""
 
-    op: str
-    fields: Fields
+    __slots__ = ("fields", "op")
+
+    def __init__(self, op: str, fields: Fields) -> None:
+        self.op = op
+        self.fields = fields
 
 
 class Session:

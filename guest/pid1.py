@@ -14,10 +14,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Final
 
 from agent_box.guest import system
 from agent_box.guest.ports import Inherited, listeners
+
+TYPE_CHECKING = False  # typing itself would cost a tenth of all that a guest imports
+if TYPE_CHECKING:
+    from typing import Final
 
 RESPAWN_S: Final = (0.0, 0.1, 0.5, 2.0, 5.0)  # the wait before the next start, longer each time
 STEADY_S: Final = 30.0  # an agent that lived this long starts at no wait again

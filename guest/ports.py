@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import socket
-from typing import Final, NamedTuple
 
 from agent_box.guest.wire import PORTS
+
+TYPE_CHECKING = False  # typing itself would cost a tenth of all that a guest imports
+if TYPE_CHECKING:
+    from typing import Final
 
 BACKLOG: Final = 1024
 BUFFER: Final = 4 << 20  # bytes a stream may have in flight to us
 
 
-class Inherited(NamedTuple):
-    """What PID 1 opened and every agent process gets."""
+class Inherited:
+    """What PID 1 opened and every agent process gets.
 
-    listeners: dict[int, socket.socket]  # by port
-    tun: int | None
+    Attributes:
+        listeners: by port.
+    """
+
+    __slots__ = ("listeners", "tun")
+
+    def __init__(self, listeners: dict[int, socket.socket], tun: int | None) -> None:
+        self.listeners = listeners
+        self.tun = tun
 
 
 def listeners() -> dict[int, socket.socket]:

@@ -43,6 +43,7 @@ from agent_box.registry.contract import Fact, Note
 
 AGAIN_S: Final = (0.1, 0.4, 1.0, 2.0)  # the helper is started again by its supervisor
 LOOK_S: Final = 2.0  # between looks at a machine that nobody reports on
+ASK_S: Final = 45.0  # for an operation with all its tries; the last may take its own time
 SEEN_S: Final = 6.0  # for what is to be seen; then its state is unknown
 NOTE_S: Final = 20.0
 LAST_S: Final = 1.0  # at the end, for what is still to be noted
@@ -185,6 +186,8 @@ class Engine:
         Raises:
             Refusal: the helper's answer, or HELPER_UNAVAILABLE.
         """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + ASK_S
         for wait in (*AGAIN_S, None):
             try:
                 return await ask()
@@ -193,7 +196,7 @@ class Engine:
             except WireError as error:  # before it was sent: a size, a count, a digest
                 raise Refusal(Reason.BAD_REQUEST, str(error)) from None
             except HelperLost as error:
-                if wait is None:
+                if wait is None or loop.time() >= until:
                     raise core.refusal(error) from None
                 await asyncio.sleep(wait)  # nothing tells when another process binds a path
         raise AssertionError("the last round returns or raises")
@@ -288,6 +291,7 @@ class Engine:
                 continue
             for state in states:
                 if state.state == "running":
+                    monitor.prepare()
                     self._watch(state, "vmm-adopted")
                 elif state.exit is not None and _recent(state.exit.at_ms):
                     self._note(state, "vmm-ended")

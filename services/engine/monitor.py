@@ -33,6 +33,11 @@ _STATES: Final[dict[str, VmState]] = {
 _client_type: type[QMPClient] | None = None
 
 
+def prepare() -> None:
+    """Imports the library now, so that the first question does not wait for it."""
+    _bounded()
+
+
 async def state(stream: socket.socket) -> VmState:
     """What the VMM says of its vCPUs. Owns and closes `stream`."""
     try:

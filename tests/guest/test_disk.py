@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from agent_box.guest import disk, system
-from agent_box.guest.disk import Disk
 
 MKFS = "/sbin/mkfs.ext4"
 
@@ -34,6 +33,11 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     return made
 
 
+def told() -> tuple[str, int, str]:
+    found = disk.prepare()
+    return found.state, found.bytes, found.text
+
+
 def format_it(tmp_path: Path) -> Path:
     subprocess.run([MKFS, "-q", "-F", str(tmp_path / "disk")], check=True)
     return tmp_path / "disk"
@@ -41,7 +45,7 @@ def format_it(tmp_path: Path) -> Path:
 
 def test_a_good_one_is_mounted_without_a_check(calls: list[Any], tmp_path: Path) -> None:
     format_it(tmp_path)
-    assert disk.prepare() == Disk("ok", 64 << 20, "")
+    assert told() == ("ok", 64 << 20, "")
     assert calls[0][2] == "ext4" and calls[0][3] & system.MS_NODEV
     assert not any("e2fsck" in str(call) or "resize2fs" in str(call) for call in calls)
 
@@ -70,7 +74,7 @@ def test_a_short_one_is_damaged(calls: list[Any], tmp_path: Path) -> None:
 
 def test_none_is_absent(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "drive", lambda _: None)
-    assert disk.prepare() == Disk("absent", 0, "the machine has no data disk")
+    assert told() == ("absent", 0, "the machine has no data disk")
 
 
 def test_a_mount_that_fails_is_damage(
@@ -103,7 +107,7 @@ def test_a_larger_one_is_grown(
     image = format_it(tmp_path)
     with image.open("r+b") as file:
         file.truncate(200 << 20)
-    assert disk.prepare() == Disk("ok", 200 << 20, "")
+    assert told() == ("ok", 200 << 20, "")
     assert ("/sbin/resize2fs", str(image)) in calls
 
     def fail(*words: str, accept: tuple[int, ...] = (0,)) -> None:

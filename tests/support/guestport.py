@@ -23,11 +23,13 @@ from agent_box.engine.contract import Dial
 
 PORT: Final = 5001
 MAIN: Final = """
-import os, signal, socket, sys, traceback
+import os, sys, traceback
 from agent_box.guest import agent, pid1
 
 def serve(connection):
-    if os.fork():
+    middle = os.fork()
+    if middle:
+        os.waitpid(middle, 0)
         connection.close()
         return
     try:
@@ -47,7 +49,6 @@ def serve(connection):
     finally:
         os._exit(0)
 
-signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 agent._nobody = serve
 pid1.main()
 """
