@@ -47,6 +47,7 @@ def make(
     disk: int | None,
 ) -> Row:
     """As `create`, without an answer of its own. Raises Failure, Refusal, ConfigError."""
+    from agent_box.bus.errors import Refusal
     from agent_box.engine.image import blobs
     from agent_box.registry.contract import Create, Row
 
@@ -54,7 +55,11 @@ def make(
     chosen = _profile(here, profile)
     _refuse_more_than_the_host(memory if memory is not None else chosen.memory)
     with link.service("registry", out) as registry:
-        _images(here.paths, chosen.image)  # whether there is one, before anything is locked
+        try:  # whether there is one, before anything is locked
+            _images(here.paths, chosen.image)
+        except Refusal:
+            _refuse_taken(registry, name)
+            raise
         with blobs.locked(here.paths):  # so that nobody removes it before it is on record
             request = Create(
                 name=name,
@@ -164,6 +169,17 @@ def _images(paths: Paths, variant: str) -> Images:
         guest=found.guest.sha256,
         harness=None,
     )
+
+
+def _refuse_taken(registry: Client, name: str) -> None:
+    """That the name is taken is to be told before anything about images."""
+    from agent_box.bus.schema import Empty
+    from agent_box.registry.contract import Rows
+
+    rows = registry.call("list", Empty())
+    assert isinstance(rows, Rows)
+    if name in (*(row.name for row in rows.instances), *(p.name for p in rows.problems)):
+        raise Failure(5, "exists", f"{name} exists already", name=name)
 
 
 def _refuse_more_than_the_host(memory: int) -> None:

@@ -72,7 +72,7 @@ def test_list(live: Live) -> None:
         "state": "unknown",  # the engine has not answered
         "kind": "persistent",
         "profile": "rust",
-        "image": "rust",
+        "image": "base",
         "cpus": 4,
         "memory": 8 << 30,
         "disk": 30 << 30,
@@ -81,14 +81,16 @@ def test_list(live: Live) -> None:
     assert lines[0].split() == [
         "NAME", "STATE", "KIND", "PROFILE", "IMAGE", "CPUS", "MEMORY", "DISK",
     ]  # fmt: skip
-    assert lines[1].split() == ["web1", "unknown", "persistent", "rust", "rust", "4", "8G", "30G"]
+    assert lines[1].split() == ["web1", "unknown", "persistent", "rust", "base", "4", "8G", "30G"]
     assert max(map(len, lines)) <= 80
 
 
 def test_inspect(live: Live) -> None:
     result = live.run("inspect", "web1", "--json").result
     assert result["id"] == live.ids["web1"]  # type: ignore[attr-defined]
-    assert (result["state"], result["engine"], result["digests"]) == ("unknown", None, None)
+    assert (result["state"], result["engine"]) == ("unknown", None)
+    assert result["digests"] == registries.DIGESTS
+    assert (result["doing"], result["failed"], result["network"]) == (None, None, None)
     assert result["created"] == "2023-11-14T22:13:20.000Z"
     assert result["harness"] == ["my-agent", "acp"]
     assert result["policy"] == {"name": "dev", "mode": "allowlist", "generation": 1, "changes": 0}
@@ -103,16 +105,28 @@ def test_inspect_of_nothing(live: Live) -> None:
     assert (error["exit"], error["kind"]) == (3, "not-found")
 
 
-def test_create_fails_cleanly_where_there_is_no_engine(live: Live) -> None:
-    ran = live.run("create", "work", "--cpus", "2", "--memory", "2G", "--json")
-    assert (ran.error["exit"], ran.error["kind"]) == (10, "engine-unavailable")
-    assert "work was not created" in ran.error["message"]
+def test_create_without_an_image_changes_nothing_and_says_what_to_do(live: Live) -> None:
+    ran = live.run("create", "work", "--cpus", "2", "--memory", "512M", "--json")
+    assert (ran.error["exit"], ran.error["kind"]) == (3, "not-found")
+    assert "agent-box image build base" in ran.error["message"]
     names = [row["name"] for row in live.run("list", "--json").result["instances"]]
     assert names == ["web1", "web2"]
+    assert live.run("inspect", "work").exit == 3
+
+
+def test_create_fails_cleanly_where_the_engine_cannot_make_it(live: Live) -> None:
+    """A disk larger than the file system can hold: nothing of the instance stays."""
+    operator = speaker(live, "operator")
+    try:
+        with pytest.raises(Refusal) as error:
+            operator.call("create", registries.create("work", disk=1 << 44))  # more than there is
+    finally:
+        operator.close()
+    assert error.value.exit in (1, 10) and "work was not created" in error.value.message
     found = events(live, "work")
-    assert [e["kind"] for e in found] == ["create-begun", "create-failed", "removed"]
-    assert (found[0]["facts"]["cpus"], found[0]["facts"]["memory"]) == (2, 2 << 30)
-    assert found[1]["facts"]["reason"] == "engine-unavailable"
+    kinds = [e["kind"] for e in found]
+    assert (kinds[0], kinds[-1]) == ("create-begun", "removed")
+    assert "create-failed" in kinds
     assert len({e["instance"] for e in found}) == 1
     assert {e["source"] for e in found} == {"host-observed"}
     assert live.run("inspect", "work").exit == 3
@@ -160,18 +174,18 @@ def test_the_config_is_read_again_for_each_create() -> None:
     made = Live()
     config = made.home / "config" / "agent-box" / "config.toml"
     config.parent.mkdir(parents=True, mode=0o700)
-    config.write_text("version = 1\n[profiles.small]\ncpus = 1\n")
+    config.write_text('version = 1\n[profiles.small]\nmemory = "256M"\n')
     try:
         made.up()
-        assert made.run("create", "a", "--profile", "small").exit == 10
+        assert "there is no image base" in made.run("create", "a", "--profile", "small").err
         config.write_text("version = 1\n[profiles.small]\ncpu = 1\n")
         ran = made.run("create", "b", "--profile", "small", "--json")
         assert (ran.error["exit"], ran.error["kind"]) == (2, "config-invalid")
         assert '"cpu"' in ran.error["message"] and "profiles.small" in ran.error["message"]
         assert made.run("list").exit == 0
-        config.write_text("version = 1\n[profiles.other]\ncpus = 1\n")
-        assert made.run("create", "c", "--profile", "small").exit == 3
-        assert made.run("create", "d", "--profile", "other").exit == 10
+        config.write_text('version = 1\n[profiles.other]\nmemory = "256M"\n')
+        assert "no profile 'small'" in made.run("create", "c", "--profile", "small").err
+        assert "there is no image base" in made.run("create", "d", "--profile", "other").err
     finally:
         made.close()
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.schema import Wire
 from agent_box.channel import contract as channel
@@ -293,6 +295,8 @@ class World:
 IMAGES = api.Images(
     kernel="1" * 64, initramfs="2" * 64, variant="3" * 64, guest="4" * 64, harness=None
 )
+
+DIGESTS = msgspec.structs.asdict(IMAGES)  # as `inspect --json` shows them
 
 
 def create(name: str = "web1", **fields: object) -> api.Create:

@@ -1,0 +1,98 @@
+"""The user unit, by a systemctl that notes what it is told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from agent_box.cli import setup
+from agent_box.cli.render import Failure, Render
+
+
+class Told:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.lines.append(text)
+        return len(text)
+
+    def flush(self) -> None: ...
+
+
+@pytest.fixture
+def out() -> Render:
+    return Render("setup", json=False, stdout=Told(), stderr=Told())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host with systemd; the file has a line for each call of systemctl."""
+    bin, noted = tmp_path / "bin", tmp_path / "calls"
+    bin.mkdir()
+    fake = bin / "systemctl"
+    fake.write_text(f'#!/bin/sh\necho "$@" >> {noted}\nexit 0\n')
+    fake.chmod(0o755)
+    program = bin / "agent-box"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
+    monkeypatch.setattr(setup, "SYSTEMD", tmp_path)
+    monkeypatch.setattr("sys.argv", ["agent-box", "setup"])
+    return noted
+
+
+def test_the_unit_is_installed_and_taken_away(out: Render, calls: Path, tmp_path: Path) -> None:
+    env = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "AGENT_BOX_CONFIG": "/a b/c.toml"}
+    path = setup._install_unit(out, env)
+    assert path == tmp_path / "config/systemd/user/agent-box.service"
+    lines = path.read_text().splitlines()
+    assert "KillMode=process" in lines
+    assert f'ExecStart="{tmp_path}/bin/agent-box" daemon' in lines
+    assert 'Environment="AGENT_BOX_CONFIG=/a b/c.toml"' in lines
+    assert setup._remove_unit(out, env) == path
+    assert calls.read_text().splitlines() == [
+        "--user daemon-reload",
+        "--user enable agent-box.service",
+        "--user disable --now agent-box.service",
+        "--user daemon-reload",
+    ]
+    assert not (tmp_path / "config/systemd").exists()
+    assert setup._remove_unit(out, env) is None
+
+
+def test_without_systemd_it_says_so(
+    out: Render, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(setup, "SYSTEMD", tmp_path / "none")
+    assert setup._install_unit(out, {"HOME": str(tmp_path)}) is None
+    assert "systemd does not run here" in "".join(out._stderr.lines)  # type: ignore[union-attr]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_systemctl_that_fails_is_told(out: Render, calls: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin/systemctl").write_text("#!/bin/sh\necho 'no bus' >&2\nexit 1\n")
+    with pytest.raises(Failure, match="daemon-reload: no bus"):
+        setup._install_unit(out, {"XDG_CONFIG_HOME": str(tmp_path / "config")})
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("/a", '"/a"'),
+        ("/a b", '"/a b"'),
+        ('/"', '"/\\""'),
+        ("/%h", '"/%%h"'),
+        ("/$x", '"/$$x"'),
+        ("/\\", '"/\\\\"'),
+    ],
+)
+def test_words_are_quoted_as_systemd_reads_them(word: str, text: str) -> None:
+    assert setup._quoted(word) == text
+
+
+def test_a_control_character_is_refused() -> None:
+    with pytest.raises(Failure, match="control characters"):
+        setup.unit_text(Path("/x"), {"AGENT_BOX_CONFIG": "/a\nExecStart=/evil"})
