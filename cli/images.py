@@ -398,9 +398,9 @@ def _judged(verdict: Verdict) -> dict[str, Any]:
         "current": verdict.image.current,
         "files": dict(verdict.files),
         "tiers": {
-            "1": "verified" if verdict.good else "failed",
-            "2": "verified" if verdict.signers else "failed",
-            "3": NO_VERIFIER,
+            "tier_1": "verified" if verdict.good else "failed",
+            "tier_2": "verified" if verdict.signers else "failed",
+            "tier_3": NO_VERIFIER,
         },
         "signers": verdict.signers,
     }
@@ -412,5 +412,5 @@ def _verdict_text(verdict: Verdict) -> str:
     judged = _judged(verdict)
     bad = [f"{what} {tier}" for what, tier in verdict.files.items() if tier != "verified"]
     name = judged["variant"] + ("" if verdict.image.current else " (older)")
-    tiers = [f"tier {number} {outcome}" for number, outcome in judged["tiers"].items()]
+    tiers = [f"{tier.replace('_', ' ')} {said}" for tier, said in judged["tiers"].items()]
     return ", ".join([f"{name}, sha256 {judged['digest']}", FORMAT, *tiers, *bad])

@@ -18,14 +18,16 @@ from agent_box.engine.image.manifest import (
 from agent_box.process.paths import Paths
 
 
-def plant(paths: Paths, name: str = "base", content: str = "one") -> Manifest:
+def plant(
+    paths: Paths, name: str = "base", content: str = "one", guest_source: str = "1" * 64
+) -> Manifest:
     """Makes an image that no machine can boot the current one of a variant."""
     blobs.make(paths)
     with blobs.locked(paths):
-        return publish(paths, describe(paths, name, content))
+        return publish(paths, describe(paths, name, content, guest_source))
 
 
-def describe(paths: Paths, name: str, content: str) -> Manifest:
+def describe(paths: Paths, name: str, content: str, guest_source: str) -> Manifest:
     """Its files are there, but no manifest names them yet."""
 
     def part(what: str, shared: bool = False) -> blobs.Part:
@@ -48,7 +50,7 @@ def describe(paths: Paths, name: str, content: str) -> Manifest:
             kernel="6.12.0-test",
             packages=1,
             definition="0" * 64,
-            guest="1" * 64,
+            guest=guest_source,
         ),
     )
 
