@@ -1,7 +1,11 @@
 # Sourced by the scripts beside it: what agent-box needs from Debian or Ubuntu.
 # Expects `fail` and sets `python`.
 
-packages=(python3 python3-venv bubblewrap libseccomp2 ca-certificates)
+packages=(
+  python3 python3-venv bubblewrap libseccomp2 ca-certificates
+  qemu-system-x86 e2fsprogs # machines and their data disks
+  mmdebstrap erofs-utils uidmap debian-archive-keyring # images are built by these
+)
 python=/usr/bin/python3 # the system's own: others may lie where another account cannot read
 
 # Installs the packages that are missing, by sudo where that may ask or need not.
@@ -23,4 +27,21 @@ install_packages() {
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
     apt-get install -q -y --no-install-recommends "${missing[@]}" ||
     fail "apt-get could not install ${missing[*]}"
+}
+
+# As root: gives an account the subordinate uids and gids that building an image needs, unless
+# it has some. An ordinary account has got them from useradd; a system account has not.
+give_subordinates() {
+  local account=$1 file first
+  for file in /etc/subuid /etc/subgid; do
+    grep -q "^$account:" "$file" 2>/dev/null && continue
+    # after the last range of anybody, and where useradd would begin
+    first=$({ cat /etc/subuid /etc/subgid 2>/dev/null || true; } |
+      awk -F: -v first=100000 '$2 + $3 > first { first = $2 + $3 } END { print first + 0 }')
+    if [[ $file == /etc/subuid ]]; then
+      usermod --add-subuids "$first-$((first + 65535))" "$account"
+    else
+      usermod --add-subgids "$first-$((first + 65535))" "$account"
+    fi || fail "usermod could not give $account subordinate ids in $file"
+  done
 }
