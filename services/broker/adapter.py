@@ -7,9 +7,7 @@ from typing import Final
 from agent_box.broker.contract import CONTRACT
 from agent_box.process.skeleton import Context, Service, Unbuilt
 
-MISSING: Final = (
-    "this version cannot serve guests yet: the broker's endpoints are not built"
-)
+MISSING: Final = "this version cannot serve guests yet: the broker's endpoints are not built"
 
 
 def build(context: Context) -> Service:

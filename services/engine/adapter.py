@@ -37,7 +37,6 @@ from agent_box.engine.contract import (
 )
 from agent_box.engine.helper import Helper, HelperLost, HelperRefused, State
 from agent_box.engine.launches import boot_of, launch_id
-from agent_box.helper.wire import WireError
 from agent_box.process.skeleton import Context, Service
 from agent_box.registry.contract import Fact, Note
 
@@ -193,8 +192,6 @@ class Engine:
                 return await ask()
             except HelperRefused as error:
                 raise core.refusal(error) from None
-            except WireError as error:  # before it was sent: a size, a count, a digest
-                raise Refusal(Reason.BAD_REQUEST, str(error)) from None
             except HelperLost as error:
                 if wait is None or loop.time() >= until:
                     raise core.refusal(error) from None

@@ -221,7 +221,10 @@ class Helper:
         assert self._sock is not None
         self._next += 1
         number = self._next
-        data = wire.request(number, op, args)
+        try:
+            data = wire.request(number, op, args)
+        except wire.WireError as error:  # a size, a count or a digest that no helper would take
+            raise HelperRefused("bad_request", str(error)) from None
         future: asyncio.Future[tuple[Any, list[int]]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = (op, future)
         taken = False

@@ -83,8 +83,8 @@ async def _leave(client: QMPClient, stream: socket.socket) -> None:
     try:
         async with asyncio.timeout(LEAVE_S):
             await client.disconnect()
-    except Exception:  # noqa: BLE001 - the reason why it ended, which was told already
-        pass
+    except Exception as error:  # noqa: BLE001 - why it ended, which the caller was told already
+        logging.getLogger(__name__).debug("left a monitor: %s", type(error).__name__)
     finally:
         if client.runstate == Runstate.IDLE:
             stream.close()  # otherwise the library has it still, and closes it at its end
