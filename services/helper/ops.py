@@ -117,23 +117,26 @@ class Ops:
     def allocate(self, args: Args) -> Done:
         name, size = args["id"], args["disk_bytes"]
         with self._alone(name):
+            new = places.absent(self._places.instances, name)
             try:
-                os.close(places.make(self._places.instances, name))
-            except OSError as error:
-                raise _host(error, "the instance's directory cannot be made") from error
-            with self._places.instance(name) as directory:
-                there = disk.size(directory)
-                if there is not None and there != size:
-                    raise Refused("conflict", f"its data disk has {there} bytes, not {size}")
-                if there is None:
-                    try:
-                        disk.make(directory, size)
-                    except Refused:
-                        # Nothing else lies there that was not an earlier try's.
-                        if not self._anything(name):
-                            places.remove(self._places.instances, name)
-                        raise
+                self._make_disk(name, size)
+            except (OSError, Refused) as error:
+                if new:
+                    with contextlib.suppress(OSError):  # it is `partial` then, and told
+                        places.remove(self._places.instances, name)
+                if isinstance(error, OSError):
+                    raise _host(error, "the instance's directory cannot be made") from error
+                raise
             return Done(self._state(name))
+
+    def _make_disk(self, name: str, size: int) -> None:
+        os.close(places.make(self._places.instances, name))
+        with self._places.instance(name) as directory:
+            there = disk.size(directory)
+            if there is None:
+                disk.make(directory, size)
+            elif there != size:
+                raise Refused("conflict", f"its data disk has {there} bytes, not {size}")
 
     def launch(self, args: Args) -> Done:
         name, launch_id, profile = args["id"], args["launch_id"], args["profile"]
@@ -246,7 +249,7 @@ class Ops:
                 )
             except OSError as error:
                 raise _host(error, f"{error.filename or name} cannot be removed") from error
-            if not all(gone) or self._anything(name, rooms_only=False):
+            if not all(gone) or self._anything(name):
                 raise Refused("host", "something was made anew while it was removed")
         return Done({})
 
@@ -526,11 +529,9 @@ class Ops:
             state["state"] = "partial"
         return state
 
-    def _anything(self, name: str, *, rooms_only: bool = True) -> bool:
-        """Whether something is there beside an instance's own directory, or that too."""
-        directories = list(self._places.roles.values())
-        if not rooms_only:
-            directories.append(self._places.instances)
+    def _anything(self, name: str) -> bool:
+        """Whether anything of an instance is there."""
+        directories = (*self._places.roles.values(), self._places.instances)
         return not all(places.absent(fd, name) for fd in directories)
 
     @contextlib.contextmanager

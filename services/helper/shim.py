@@ -578,28 +578,40 @@ def main() -> int:
     # So that a machine whose bubblewrap was killed is ours to wait for.
     procs.prctl(procs.PR_SET_CHILD_SUBREAPER, 1)
     shim = Shim(order)
+
+    def live() -> None:
+        shim.running()
+        shim.live()
+
+    return keep(shim, adopt=order["adopt"], until=live)
+
+
+def keep(shim: Shim, *, adopt: bool, until: Callable[[], None]) -> int:
+    """Starts or adopts a machine, and then does `until`.
+
+    Returns:
+        The exit status: 1 when nothing was started or adopted, and that was told.
+    """
     try:
-        if order["adopt"]:
+        if adopt:
             shim.adopt()
         else:
             shim.launch()
     except (LaunchError, OSError, ValueError) as error:
         code = error.code if isinstance(error, LaunchError) else "launch_failed"
-        why = wire.line(str(error))
-        if order["adopt"]:
-            shim.leave(code, why)
+        if adopt:
+            shim.leave(code, wire.line(str(error)))
         else:
-            shim.abandon(why, code)
+            shim.abandon(wire.line(str(error)), code)
         return 1
     except Exception:  # noqa: BLE001 - the border: a defect ends in the machine's messages
         import traceback
 
         shim.note(traceback.format_exc())
-        if not order["adopt"]:
+        if not adopt:
             shim.abandon("a defect; the machine's messages tell", "internal")
         return 1
-    shim.running()
-    shim.live()
+    until()
     return 0
 
 

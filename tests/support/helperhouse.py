@@ -31,9 +31,15 @@ class Client:
         self.sock.settimeout(seconds)
         self.sock.connect(str(sock))
         side = proof.EngineSide(key, secrets.token_bytes(32))
-        link.send(self.sock, side.proof(link.receive(self.sock)[0]))
-        side.accept(link.receive(self.sock)[0])
+        link.send(self.sock, side.proof(self._some()))
+        side.accept(self._some())
         self._next = 0
+
+    def _some(self) -> bytes:
+        data, _ = link.receive(self.sock)
+        if not data:
+            raise ConnectionResetError("the helper hung up")
+        return data
 
     def ask(self, name: str, **args: Any) -> dict[str, Any]:
         """The reply; raises `wire.Refused`."""
