@@ -32,8 +32,8 @@ BOUND_S = 180.0
 MEMORY_MIB = 256
 
 
-def bare(directory: Path, khz: int) -> float:
-    """Seconds until the guest's first word."""
+def bare(directory: Path, khz: int) -> tuple[float, float]:
+    """Seconds until the guest's first word, and what its own clock said then."""
     data = directory / "data.img"
     with data.open("wb") as file:
         file.truncate(256 << 20)
@@ -50,13 +50,13 @@ def bare(directory: Path, khz: int) -> float:
     assert process.stdout is not None
     said = b""
     try:
-        while SAID not in said:
+        while SAID not in said or not said.endswith(b"\n"):
             ready, _, _ = select.select([process.stdout], [], [], BOUND_S)
             piece = os.read(process.stdout.fileno(), 65536) if ready else b""
             if not piece:
                 raise RuntimeError(f"the bare machine said only {said[-500:]!r}")
             said += piece
-        return time.monotonic() - begun
+        return time.monotonic() - begun, uptime(said.decode(errors="replace"))
     finally:
         process.kill()
         process.wait()
@@ -84,6 +84,15 @@ def plain(words: list[str], data: Path) -> list[str]:
     return [*made, "-serial", "stdio", "-monitor", "none"]
 
 
+def uptime(console: str) -> float:
+    """The guest's own clock when its agent process served."""
+    return next(
+        float(line.split()[1].rstrip(":"))
+        for line in console.splitlines()
+        if line.startswith(SAID.decode()) and "serves" in line
+    )
+
+
 def ours(machines: Machines) -> dict[str, float]:
     """One start, and its parts."""
     instance = machines.create()
@@ -92,11 +101,7 @@ def ours(machines: Machines) -> dict[str, float]:
     running = time.monotonic()
     machines.provision(instance, seconds=BOUND_S)
     ready = time.monotonic()
-    uptime = next(
-        float(line.split()[1].rstrip(":"))
-        for line in machines.console(instance).splitlines()
-        if line.startswith("box-guest[") and "serves" in line
-    )
+    there = uptime(machines.console(instance))
     machines.poweroff(instance)
     machines.until_state(instance, "stopped", seconds=60)
     off = time.monotonic()
@@ -107,7 +112,8 @@ def ours(machines: Machines) -> dict[str, float]:
         "start": ready - begun,
         "boot": running - begun,
         "provision": ready - running,
-        "guest_uptime_when_it_serves": uptime,
+        "in_the_guest": there,  # of that, by its own clock, until the agent process serves
+        "around_it": ready - begun - there,
         "poweroff": off - ready,
         "delete": deleted - off,
     }
@@ -120,7 +126,7 @@ def main() -> None:
     khz = tsc.measure()
     machines = Machines()
     found: list[dict[str, float]] = []
-    bares: list[float] = []
+    bares: list[tuple[float, float]] = []
     directory = Path(tempfile.mkdtemp())
     try:
         machines.up()
@@ -132,9 +138,11 @@ def main() -> None:
         machines.close()
         shutil.rmtree(directory)
     parts = {name: round(statistics.median(f[name] for f in found), 2) for name in found[0]}
-    ratios = [f["start"] / b for f, b in zip(found, bares, strict=True)]
+    ratios = [f["start"] / whole for f, (whole, _) in zip(found, bares, strict=True)]
     result = {
-        "bare": round(statistics.median(bares), 2),
+        "bare": round(statistics.median(whole for whole, _ in bares), 2),
+        "bare_in_the_guest": round(statistics.median(there for _, there in bares), 2),
+        "bare_around_it": round(statistics.median(a - b for a, b in bares), 2),
         **parts,
         "ratio": round(statistics.median(ratios), 2),
         "ratios": [round(r, 2) for r in ratios],
