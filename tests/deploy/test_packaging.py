@@ -69,9 +69,11 @@ def test_every_directory_with_code_is_a_package() -> None:
     assert {m.name.rpartition(".")[0] for m in ours() if m.file != "__init__.py"} <= packages
 
 
-def test_the_wheel_holds_every_module_and_the_policy(wheel: Path) -> None:
+def test_the_wheel_holds_every_module_and_every_file_that_they_read(wheel: Path) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {"agent_box/py.typed", "agent_box/bus/policy.toml"}
+    wanted = {"agent_box/py.typed", "agent_box/bus/policy.toml", "agent_box/engine/image/init.sh"}
+    for variant in (ROOT / "services/engine/image/variants").glob("*.toml"):
+        wanted.add(f"agent_box/engine/image/variants/{variant.name}")
     for module in ours():
         parts = module.path.split("/")
         wanted.add("/".join(["agent_box", *(parts[1:] if parts[0] == "services" else parts)]))

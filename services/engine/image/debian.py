@@ -100,8 +100,22 @@ def check() -> None:
             said = tried.stderr.strip().splitlines()
             raise HostUnfit(
                 f"no user namespace with subordinate ids: {said[-1] if said else 'no word'}; "
-                "`agent-box doctor` says whether the host forbids them"
+                + _forbidden()
             )
+
+
+def _forbidden() -> str:
+    """Why user namespaces are refused, as far as the host's settings say."""
+    try:
+        apparmor = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns").read_text()
+    except OSError:
+        apparmor = ""
+    if apparmor.strip() == "1":
+        return (
+            "AppArmor forbids it; while you build, as root: "
+            "sysctl kernel.apparmor_restrict_unprivileged_userns=0"
+        )
+    return "`agent-box doctor` says whether the host forbids them"
 
 
 def _trusts_debian() -> bool:
