@@ -39,7 +39,7 @@ def test_the_same_again_is_the_same(paths: Paths) -> None:
 
 
 def test_everything_is_private(paths: Paths) -> None:
-    for directory, _, _ in os.walk(paths.images):
+    for directory, _, _ in os.walk(paths.state):
         assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
 
 
