@@ -51,7 +51,6 @@ def make(paths: Paths) -> None:
         PathsError: one cannot be made, or is open to others.
     """
     make_private(paths.state)  # it may be the first thing that is ever made here
-    make_private(paths.state)  # may be the first thing of all that is made there
     for name in ("", "blobs", "blobs/sha256", "manifests", "work", "partial", "keys", "trusted"):
         make_private(paths.images / name)
 
