@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from agent_box.config.model import Config
     from agent_box.process.lock import Holder
 
+SYSTEM_HELPER: Final = Path("/run/agent-box/helper.sock")
 ANSWER_S: Final = 3.0  # for a service: long for one that works, short for a report
+PROBE_S: Final = 15.0  # for the engine: the helper behind it runs programs to know
 
 
 def doctor(out: Render, *, strict: bool) -> None:
@@ -151,7 +153,7 @@ def _engine(config: Config, accel: str | None) -> Iterator[Line]:
 
 
 def _machines(accel: str | None) -> Iterator[Line]:
-    """What holds by construction as long as no machine is started at all."""
+    """What holds of every machine by construction."""
     reaches = {
         "tcg": "the guest reaches QEMU's emulator",
         "kvm": "the guest reaches KVM in the host kernel",
@@ -173,29 +175,40 @@ def _images(state: Path, config: Config, daemon: _Daemon | None) -> Iterator[Lin
 
 def _egress(config: Config) -> Line:
     policy = config.policies[config.profiles[config.defaults.profile].policy]
-    value = f"no machine runs, so no NIC and no shared filesystem; default policy {policy.mode}"
-    return ok("egress", value, "load the config")
+    value = (
+        "machines have no NIC and no shared filesystem, and no network yet; "
+        f"default policy {policy.mode}"
+    )
+    return ok("egress", value, "design, load the config")
 
 
 def _forgery() -> Line:
-    return ok("forgery", "refused event frames 0, refused nonces 0: no guest has run", "design")
+    value = (
+        "a bad frame of a guest is the event forgery-refused of `agent-box logs`; "
+        "no nonces are given out yet"
+    )
+    return ok("forgery", value, "design")
 
 
 def _helper(daemon: _Daemon | None, config: Config) -> Iterator[Line]:
     """The helper shows itself to the engine alone, so the engine is asked."""
     mode = config.engine.helper
+    if daemon is None and mode == "user":
+        yield ok("helper", "user mode; unknown: there is no runtime directory", "none")
+        return
     if daemon is None or daemon.holder is None:
-        if mode == "user":
-            socket = None if daemon is None else daemon.place.paths.runtime / "helper" / "sock"
-        else:
-            socket = Path("/run/agent-box/helper.sock")
-        yield from probes.helper(mode, socket)
+        user = daemon is not None and mode == "user"
+        yield from probes.helper(mode, daemon.place.paths.helper_sock if user else SYSTEM_HELPER)
+        return
+    said = daemon.said["engine"]
+    if isinstance(said, str):  # which is a gap of the engine's own line
+        yield ok("helper", f"{mode} mode; unknown, the engine cannot be asked: {said}", "none")
         return
     from agent_box.bus.schema import Empty
     from agent_box.engine.contract import Probed
 
     def ask(engine: Client) -> Iterator[Line]:
-        probed = engine.call("probe", Empty(), deadline_s=ANSWER_S)
+        probed = engine.call("probe", Empty(), deadline_s=PROBE_S)
         assert isinstance(probed, Probed)
         for found in probed.gaps:
             name = found.name if found.name in GAPS else "engine-missing"

@@ -42,15 +42,25 @@ GAPS: Final[dict[str, Name]] = {
         "Install the package qemu-system-x86.",
     ),
     "helper-missing": Name(
-        "Nobody listens where the helper would, so no instance can start.",
-        "Nothing yet: this version has no helper.",
+        "The helper does not answer, so no instance can start. Without a daemon, which starts "
+        "it in user mode, that is no gap.",
+        "`agent-box service logs helper`, then `agent-box service restart helper`. System mode: "
+        "this version has none.",
     ),
     "helper-refused": Name("The helper's socket is closed to this account.", _SETUP),
+    "jail-unavailable": Name(
+        "The helper could not run a program in the jail of a machine.",
+        "The line has bubblewrap's words.",
+    ),
     "libseccomp-missing": Name(
         "No filter of system calls can be made or loaded, so no service starts.",
         "Install the package libseccomp2.",
     ),
     "memory-max-missing": Name("The delegated cgroup has no memory controller.", _SETUP),
+    "mkfs-missing": Name(
+        "No data disk can be made, so no instance is created.",
+        "Install the package e2fsprogs.",
+    ),
     "no-kvm": Name(
         "The engine needs KVM, and /dev/kvm is missing, closed to us or does not answer.",
         "Turn on virtualization in the firmware; join the group that owns /dev/kvm.",
@@ -70,6 +80,10 @@ GAPS: Final[dict[str, Name]] = {
     ),
     "state-unwritable": Name("The state directory cannot be written.", "Mend what the line names."),
     "store-failed": Name("The credential store cannot be used.", "Mend what the line names."),
+    "tsc-unknown": Name(
+        "The time stamp counter cannot be measured, without which no machine starts under TCG.",
+        "The line names what is in the way.",
+    ),
     "userns-denied": Name(
         "The host forbids user namespaces, so no service can be confined.",
         "The line names the setting; for AppArmor there is `deploy/apparmor/bwrap`.",
@@ -114,7 +128,13 @@ NOTES: Final[dict[str, Name]] = {
     ),
     "io-max-missing": Name("The cgroup has no io controller: disk I/O is not limited.", ""),
     "landlock-missing": Name(
-        "The kernel has no Landlock: services have one wall less.", "A kernel from 5.13 on."
+        "The kernel has no Landlock: services have one wall less, and broker and netstack can "
+        "reach abstract sockets.",
+        "A kernel from 6.12 on.",
+    ),
+    "landlock-old": Name(
+        "The kernel's Landlock has no scopes: broker and netstack can reach abstract sockets.",
+        "A kernel from 6.12 on.",
     ),
     "nested-virtualization": Name(
         "KVM runs inside a virtual machine: for tests, never a claim about production.", ""

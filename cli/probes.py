@@ -193,8 +193,8 @@ def qemu(accel: str | None) -> Iterator[Line]:
 def _accel(program: str, accel: str | None) -> Iterator[Line]:
     """Starts the machine, stopped and without memory to speak of, and lets it go again."""
     if accel is None:
-        value = "not chosen: set [engine] accel to kvm or tcg"
-        yield gap("accel", value, "engine-accel", "read the config")
+        value = "not chosen: `agent-box setup` tries them, or set [engine] accel to kvm or tcg"
+        yield gap("accel", value, "engine-accel", "read the config and what setup found")
         return
     machine = f"microvm,accel={accel}"
     evidence = f"qemu -machine {machine} -S, then quit over QMP"
@@ -221,11 +221,9 @@ def firecracker() -> Iterator[Line]:
     )
 
 
-def helper(mode: str, path: Path | None) -> Iterator[Line]:
-    """Whether anybody listens where the helper would. Who it is, only the engine can ask."""
-    if path is None:
-        yield gap("helper", f"{mode} mode; no place for its socket", "helper-missing", "none")
-        return
+def helper(mode: str, path: Path) -> Iterator[Line]:
+    """Whether anybody listens where the helper would, while no daemon runs whose engine could
+    ask it. In user mode the daemon starts the helper, so without one its absence is no gap."""
     evidence = f"connect to {path}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as tried:
         tried.settimeout(PATIENCE_S)
@@ -235,8 +233,12 @@ def helper(mode: str, path: Path | None) -> Iterator[Line]:
             value = f"{mode} mode; {path}: {error.strerror}"
             yield gap("helper", value, "helper-refused", evidence)
         except OSError as error:
-            value = f"{mode} mode; {path}: {error.strerror or error}"
-            yield gap("helper", value, "helper-missing", evidence)
+            if mode == "user":
+                value = "user mode; not running, because the daemon is not: it starts the helper"
+                yield ok("helper", value, evidence)
+            else:
+                value = f"{mode} mode; {path}: {error.strerror or error}"
+                yield gap("helper", value, "helper-missing", evidence)
         else:
             yield ok("helper", f"{mode} mode; {path} is listened on", evidence)
 
@@ -292,14 +294,19 @@ def seccomp() -> Iterator[Line]:
 
 def landlock() -> Iterator[Line]:
     """The second wall; services do without where the kernel has none."""
+    from agent_box.process import landlock as wall
     from agent_box.process import linux
 
     evidence = "landlock_create_ruleset(LANDLOCK_CREATE_RULESET_VERSION)"
     abi = linux.landlock_abi()
-    if abi:
+    reach = "broker and netstack can reach abstract sockets of this host"
+    if abi >= wall.SCOPE_ABI:
         yield ok("landlock", f"ABI {abi}", evidence)
+    elif abi:
+        value = f"ABI {abi}, without the scopes of {wall.SCOPE_ABI}: {reach}"
+        yield note("landlock", value, "landlock-old", evidence)
     else:
-        value = "not in this kernel: services have one wall less"
+        value = f"not in this kernel: services have one wall less, and {reach}"
         yield note("landlock", value, "landlock-missing", evidence)
 
 

@@ -5,7 +5,7 @@ a few named facts; a traceback never leaves the process that it happened in. Wha
 `Refusal` becomes `Reason.INTERNAL` with an id, under which the detail stands in the log
 of the service.
 
-Exit codes are the seeds' (docs/cli.md); the more specific reason has the more specific code.
+Exit codes are those of docs/cli.md; the more specific reason has the more specific code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of states against the seeds' rules, and the document that is drawn from it."""
+"""The table of states against the rules of docs/cli.md, and the document drawn from it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from agent_box.registry.states import (
     needs,
 )
 
-# As it stands in the seeds, verb by verb, written down a second time and in another form.
-SEEDS_ALLOWED = {
+# What each verb of docs/cli.md needs, written down a second time and in another form.
+RULES = {
     "start": "stopped",
     "stop": "starting running paused unknown",
     "pause": "running",
@@ -36,7 +36,7 @@ SEEDS_ALLOWED = {
     "policy show": "stopped starting running paused stopping unknown",
     "policy set": "stopped starting running paused stopping unknown",
 }
-SEEDS_TRANSITIONS = """
+STEPS = """
 creating > disk and record ready > stopped
 creating > a failure > deleting
 stopped > start > starting
@@ -56,13 +56,13 @@ running > engine query failed > unknown
 """
 
 
-@pytest.mark.parametrize(("verb", "states"), SEEDS_ALLOWED.items())
-def test_what_each_state_allows_is_what_the_seeds_say(verb: str, states: str) -> None:
+@pytest.mark.parametrize(("verb", "states"), RULES.items())
+def test_what_each_state_allows_is_what_the_rules_say(verb: str, states: str) -> None:
     assert {str(s) for s in ALLOWED[Verb(verb)]} == set(states.split())
 
 
-@pytest.mark.parametrize("line", SEEDS_TRANSITIONS.strip().splitlines())
-def test_the_transitions_of_the_seeds_are_there(line: str) -> None:
+@pytest.mark.parametrize("line", STEPS.strip().splitlines())
+def test_the_transitions_of_the_rules_are_there(line: str) -> None:
     before, cause, after = line.split(" > ")
     assert move(State(before), Cause(cause)) is State(after)
 
