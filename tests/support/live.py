@@ -83,17 +83,22 @@ class Live:
         ]
 
     def close(self) -> None:
-        pid = self.daemon_pid()
-        if pid:
+        """Ends the daemon and all that it runs, and removes everything, come what may.
+
+        Raises:
+            AssertionError: it did not end by itself, or left something running.
+        """
+        try:
             for each in self.pids():  # one may be stopped by a test
                 _signal(each, signal.SIGCONT)
-            _signal(pid, signal.SIGTERM)
-            until("the daemon has ended", lambda: not self.daemon_pid(), seconds=30)
-        try:
-            until("nothing is left", lambda: not self.pids(), seconds=10)
+            if pid := self.daemon_pid():
+                _signal(pid, signal.SIGTERM)
+            until("the daemon has ended", lambda: not self.daemon_pid(), seconds=60)
+            until("nothing is left", lambda: not self.pids(), seconds=20)
         finally:
-            for each in self.pids():
-                _signal(each, signal.SIGKILL)
+            while left := self.pids():  # the daemon among them: it starts nothing again
+                for each in left:
+                    _signal(each, signal.SIGKILL)
             shutil.rmtree(self.home)
 
 
