@@ -40,13 +40,13 @@ def ca_path(binding: Binding, config: Path) -> Path | None:
     if binding.ca_file is None:
         return None
     directory = search.real(config).parent
-    what = f'ca_file in [bindings.{binding.name}]: "{binding.ca_file}"'
+    what = f"ca_file in [bindings.{binding.name}]:"  # of that table no value is repeated
     try:
         file = (directory / binding.ca_file).resolve(strict=True)
     except (OSError, RuntimeError):
-        raise ConfigError(str(config), f"{what} does not exist in {directory}") from None
+        raise ConfigError(str(config), f"{what} there is no such file in {directory}") from None
     if not file.is_relative_to(directory):
-        raise ConfigError(str(config), f"{what} leads out of {directory}")
+        raise ConfigError(str(config), f"{what} it leads out of {directory}")
     if not file.is_file() or not os.access(file, os.R_OK):
-        raise ConfigError(str(config), f"{what} cannot be read")
+        raise ConfigError(str(config), f"{what} it cannot be read")
     return file

@@ -63,7 +63,9 @@ PROFILE: Final = Table(
         "policy": Key(_NAME, "of `[policies]`, or the built-in `default`", DEFAULT),
         "bindings": Key(several(_NAME, "names"), "of `[bindings]`", ()),
         "harness": Key(
-            Reader("name, or array with a command", words.harness), ", ".join(HARNESSES), None
+            Reader("name, or array with a command", words.harness, private=True),
+            ", ".join(HARNESSES),
+            None,
         ),
         "sudo": Key(BOOLEAN, "the agent may become root in the guest", False),
         "hook": Key(
@@ -92,9 +94,7 @@ BINDING: Final = Table(
     {
         "upstream": Key(text(words.upstream, "URL without a path"), "where the broker connects to"),
         "kind": Key(choice(*KINDS), "how the credential travels"),
-        "credential": Key(
-            text(values.credential, "name")._replace(private=True), "its name in the store"
-        ),
+        "credential": Key(text(values.credential, "name"), "its name in the store"),
         "routes": Key(Tables(ROUTE), "what may be asked; where the kind has no own", ()),
         "repos": Key(Tables(REPO), "of kinds git-basic and github-api", ()),
         "header": Key(text(words.header, "header name"), "of kind header", None),
@@ -105,7 +105,8 @@ BINDING: Final = Table(
         "upgrade": Key(BOOLEAN, "WebSocket may be asked for", False),
         "cookies": Key(choice("strip", "keep"), "of replies, kept per instance", "strip"),
         "ca_file": Key(text(words.ca_file, "file"), "in the config's directory", None),
-    }
+    },
+    private=True,
 )
 
 DAEMON: Final = Table(

@@ -5,7 +5,10 @@ for docs/cli.md, which is checked against these declarations. Whatever is not li
 refused by name, at any depth, so a misspelt key can never be believed to be in force.
 
 A reader takes what TOML gave and returns the value, or raises `ValueError` with the rule
-(to follow "must be"), or `values.Said` with a sentence.
+(to follow "must be", never with the value), or `values.Said` with a sentence.
+
+A `private` table is one that somebody may paste a secret into. No refusal shows a value that
+stands in it, at any depth, whatever is wrong: it names key, table and rule.
 """
 
 from __future__ import annotations
@@ -41,9 +44,10 @@ class Key(NamedTuple):
 
 
 class Table(NamedTuple):
-    """One table: its keys by name."""
+    """One table: its keys by name. `private`: see above; it holds for what is nested, too."""
 
     keys: Mapping[str, Key]
+    private: bool = False
 
 
 class Tables(NamedTuple):
@@ -59,23 +63,32 @@ class Named(NamedTuple):
     what: str  # what one of them is called, e.g. "profile"
 
 
-def read(table: Table, untrusted: Any, source: str, where: Where = ()) -> dict[str, Any]:
+def read(
+    table: Table, untrusted: Any, source: str, where: Where = (), *, private: bool = False
+) -> dict[str, Any]:
     """The values of a table, complete: of each declared key, and of no other.
 
     Nested tables come as dicts, arrays of tables as tuples of dicts.
 
+    Args:
+        private: the table is nested in a private one.
+
     Raises:
         ConfigError: naming the key and its table.
     """
+    private = private or table.private
     if not isinstance(untrusted, dict):
-        refuse(source, where[:-1], str(where[-1]), "must be a table", untrusted)
+        named, last = where[:-1], where[-1]
+        if isinstance(last, int):  # one of an array of tables
+            named, last = named[:-1], f"{named[-1]} number {last + 1}"
+        refuse(source, named, last, "must be a table", _unless(private, untrusted))
     for key in untrusted:
         if key not in table.keys:
             raise ConfigError(source, f"unknown key {_quoted(key)} {_in(where)}{_near(key, table)}")
     result = {}
     for name, key in table.keys.items():
         if name in untrusted:
-            result[name] = _value(key.reader, untrusted[name], source, (*where, name))
+            result[name] = _value(key.reader, untrusted[name], source, (*where, name), private)
         elif key.required:
             raise ConfigError(source, f"{name} is missing {_in(where)}")
         else:
@@ -89,15 +102,25 @@ def refuse(source: str, where: Where, key: str, rule: str, value: Any = _REQUIRE
     raise ConfigError(source, f"{key} {_in(where)} {rule}{shown}")
 
 
+def _unless(private: bool, untrusted: Any) -> Any:
+    """What `refuse` may show."""
+    return _REQUIRED if private else untrusted
+
+
 def _value(
-    reader: Reader | Table | Tables | Named, untrusted: Any, source: str, where: Where
+    reader: Reader | Table | Tables | Named,
+    untrusted: Any,
+    source: str,
+    where: Where,
+    private: bool,
 ) -> Any:
     if isinstance(reader, Table):
-        return read(reader, untrusted, source, where)
+        return read(reader, untrusted, source, where, private=private)
     key = str(where[-1])
+    private = private or (reader.private if isinstance(reader, Reader) else reader.of.private)
     if isinstance(reader, Named):
         if not isinstance(untrusted, dict):
-            refuse(source, where[:-1], key, "must be a table", untrusted)
+            refuse(source, where[:-1], key, "must be a table", _unless(private, untrusted))
         for name in untrusted:
             try:
                 values.name(name)
@@ -105,18 +128,27 @@ def _value(
                 raise ConfigError(
                     source, f"{_quoted(name)} {_in(where)}: the name of a {reader.what} is {rule}"
                 ) from None
-        return {n: read(reader.of, v, source, (*where, n)) for n, v in untrusted.items()}
+        return {
+            n: read(reader.of, v, source, (*where, n), private=private)
+            for n, v in untrusted.items()
+        }
     if isinstance(reader, Tables):
         if not isinstance(untrusted, list):
-            refuse(source, where[:-1], key, "must be an array of tables", untrusted)
-        return tuple(read(reader.of, v, source, (*where, i)) for i, v in enumerate(untrusted))
+            shown = _unless(private, untrusted)
+            refuse(source, where[:-1], key, "must be an array of tables", shown)
+        return tuple(
+            read(reader.of, v, source, (*where, i), private=private)
+            for i, v in enumerate(untrusted)
+        )
     try:
         return reader.read(untrusted)
     except values.Said as said:
-        raise ConfigError(source, f"{key} {_in(where[:-1])}: {said}") from None
+        sentence = said.blind if private else str(said)
+        if sentence is None:
+            refuse(source, where[:-1], key, f"must be {reader.kind}")
+        raise ConfigError(source, f"{key} {_in(where[:-1])}: {sentence}") from None
     except ValueError as rule:
-        shown = _REQUIRED if reader.private else untrusted
-        refuse(source, where[:-1], key, f"must be {rule}", shown)
+        refuse(source, where[:-1], key, f"must be {rule}", _unless(private, untrusted))
 
 
 # --------------------------------------------------------------------- readers
@@ -178,9 +210,10 @@ def several(item: Reader, kind: str, *, least: int = 0) -> Reader:
             except values.Said:
                 raise
             except ValueError as rule:
-                raise values.Said(f"each must be {rule}, not {_shown(each)}") from None
+                blind = f"each must be {rule}"
+                raise values.Said(f"{blind}, not {_shown(each)}", blind=blind) from None
             if value in found:
-                raise values.Said(f"{_shown(each)} stands twice")
+                raise values.Said(f"{_shown(each)} stands twice", blind="one stands twice")
             found.append(value)
         return tuple(found)
 

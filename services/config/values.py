@@ -12,7 +12,17 @@ from typing import Final
 
 
 class Said(ValueError):
-    """A refusal whose message is a whole sentence, and not a rule to follow "must be"."""
+    """A refusal whose message is a whole sentence, and not a rule to follow "must be".
+
+    Args:
+        sentence: it may show the value.
+        blind: the same without any part of the value, for a table whose values are never
+            shown; None when there is no such sentence.
+    """
+
+    def __init__(self, sentence: str, *, blind: str | None = None) -> None:
+        super().__init__(sentence)
+        self.blind = blind
 
 
 NAME_RULE: Final = (

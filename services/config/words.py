@@ -54,7 +54,7 @@ _UPSTREAM: Final = re.compile(
 
 def upstream(untrusted: str) -> Upstream:
     if "@" in untrusted:
-        raise values.Said("it holds an @: no key of this file takes a user or a password")
+        raise _blind("it holds an @: no key of this file takes a user or a password")
     found = _UPSTREAM.fullmatch(untrusted)
     rule = "like https://api.example.com or https://api.example.com:8443, without a path"
     if found is None:
@@ -71,7 +71,7 @@ def _upstream_host(where: str) -> str:
         try:
             return str(parse_address(where[1:-1]))
         except ValueError:
-            raise values.Said("the address in brackets is not an IPv6 address") from None
+            raise _blind("the address in brackets is not an IPv6 address") from None
     try:
         return str(parse_address(where))
     except ValueError:
@@ -79,10 +79,16 @@ def _upstream_host(where: str) -> str:
     try:
         host = egress.host(where)
     except ValueError as error:
-        raise values.Said(str(error)) from None
+        blind = "the host is neither a name nor a plain address"
+        raise values.Said(str(error), blind=blind) from None
     if egress.in_broker_zone(host):
-        raise values.Said(f"names in {egress.BROKER_ZONE} are the broker's own")
+        raise _blind(f"names in {egress.BROKER_ZONE} are the broker's own")
     return host
+
+
+def _blind(sentence: str) -> values.Said:
+    """A sentence that shows nothing of the value."""
+    return values.Said(sentence, blind=sentence)
 
 
 def route_path(untrusted: str) -> str:

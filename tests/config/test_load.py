@@ -62,9 +62,7 @@ def test_a_ca_file_lies_beside_the_real_config(path: Path, tmp_path: Path) -> No
 
 def test_a_missing_ca_file_is_told_at_load(path: Path) -> None:
     (path.parent / "ca/root.pem").unlink()
-    assert refusal(path) == (
-        f'ca_file in [bindings.x]: "ca/root.pem" does not exist in {path.parent}'
-    )
+    assert refusal(path) == (f"ca_file in [bindings.x]: there is no such file in {path.parent}")
 
 
 def test_a_ca_file_that_leads_out(path: Path, tmp_path: Path) -> None:
@@ -73,16 +71,16 @@ def test_a_ca_file_that_leads_out(path: Path, tmp_path: Path) -> None:
     ca = path.parent / "ca/root.pem"
     ca.unlink()
     ca.symlink_to(outside)
-    assert refusal(path) == f'ca_file in [bindings.x]: "ca/root.pem" leads out of {path.parent}'
+    assert refusal(path) == f"ca_file in [bindings.x]: it leads out of {path.parent}"
 
 
 def test_a_ca_file_that_cannot_be_read(path: Path) -> None:
     ca = path.parent / "ca/root.pem"
     ca.chmod(0)
-    assert refusal(path) == 'ca_file in [bindings.x]: "ca/root.pem" cannot be read'
+    assert refusal(path) == "ca_file in [bindings.x]: it cannot be read"
     ca.unlink()
     ca.mkdir()
-    assert refusal(path) == 'ca_file in [bindings.x]: "ca/root.pem" cannot be read'
+    assert refusal(path) == "ca_file in [bindings.x]: it cannot be read"
 
 
 def test_a_binding_without_one(path: Path) -> None:
