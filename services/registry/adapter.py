@@ -260,7 +260,7 @@ class Registry:
 
     async def list(self) -> api.Rows:
         """With what the engine sees now, if it says so soon."""
-        if self.core.count() and not self._settling:
+        if self.core.count() and not self.core.is_blind:
             try:
                 await self._run(self.core.survey(seconds=SHOW_S))
             except Refusal as refusal:

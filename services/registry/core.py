@@ -89,6 +89,7 @@ class Core:
     Attributes:
         seen: what the engine said of each instance when it was asked last; by id.
         absent: ids of instances that it did not hold then.
+        is_blind: it did not answer when it was asked for everything, or was not asked yet.
         strays: ids that it holds, and that no record knows.
         busy: ids of instances that a plan is working on.
     """
@@ -102,6 +103,7 @@ class Core:
         self._quotas: dict[tuple[str, str], _Quota] = {}
         self.seen: dict[str, engine.Observed] = {}
         self.absent: set[str] = set()
+        self.is_blind = False
         self.strays: list[str] = []
         self._were_ours: dict[str, bool] = {}  # of strays
         self.busy: set[str] = set()
@@ -122,6 +124,7 @@ class Core:
                 continue
             self._records[record.id] = record
             self._ids[record.name] = record.id
+        self.is_blind = bool(self._records)
 
     def tampered(self) -> list[api.Problem]:
         return [api.Problem(name=n, problem=p) for n, p in sorted(self._problems.items())]
@@ -183,6 +186,7 @@ class Core:
             self.forget()
             raise
         assert isinstance(answer, engine.Observations)
+        self.is_blind = False
         there = {each.instance: each for each in answer.instances}
         for id, mark in before.items():
             record = self._records.get(id)
@@ -217,11 +221,15 @@ class Core:
     def forget(self) -> None:
         """The engine did not answer: what it said before counts no longer."""
         self.seen.clear()
+        self.absent.clear()
+        self.is_blind = True
 
     def unsettled(self) -> bool:
         """Whether `reconcile` has something left to do."""
         return any(
-            State(r.state) not in OBSERVABLE or r.doing is not None or r.id not in self.seen
+            State(r.state) not in OBSERVABLE
+            or r.doing is not None
+            or (r.id not in self.seen and r.id not in self.absent)
             for r in self._idle()
         )
 

@@ -340,6 +340,25 @@ def test_list_does_not_wait_for_an_engine_that_is_slow(within: Callable[..., Non
         registry._ask = slow
         assert [row.state for row in (await registry.list()).instances] == ["unknown"]
         assert seconds[0] == adapter.SHOW_S < 1
+        asked = len(seconds)  # it is asked in the background from now on, and `list` is quick
+        assert [row.state for row in (await registry.list()).instances] == ["unknown"]
+        assert len(seconds) == asked
+        registry._ask = ask
+        while shown(registry) != "running":  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    within(test)
+
+
+def test_an_instance_that_was_removed_by_hand_keeps_nobody_busy(
+    within: Callable[..., None],
+) -> None:
+    async def test(registry: Registry, host: Host) -> None:
+        host.state = "absent"
+        assert [row.state for row in (await registry.list()).instances] == ["unknown"]
+        assert not registry.core.unsettled() and not registry._settling
+        host.state = "stopped"
+        assert [row.state for row in (await registry.list()).instances] == ["stopped"]
 
     within(test)
 

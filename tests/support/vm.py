@@ -104,13 +104,9 @@ class Machines(Live):
         return found + [f"process {pid}" for pid in self.walls()]
 
     def walls(self) -> list[int]:
-        """The bubblewraps round the VMMs and devices of this agent-box: their arguments name
-        what they let in, and what runs inside them is their child."""
-        return [
-            pid
-            for pid in procs.with_word(str(self.home))
-            if {"vmm", "vsock-device"} & set(procs.cmdline(pid))
-        ]
+        """The bubblewraps round the VMMs of this agent-box, one each: their arguments name the
+        image that they let in, and what runs inside them is their child."""
+        return [pid for pid in procs.with_word(str(self.home)) if "vmm" in procs.cmdline(pid)]
 
     def kill(self, program: str) -> None:
         """SIGKILL to a service, to the helper, or to supervisord."""

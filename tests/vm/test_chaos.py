@@ -109,7 +109,7 @@ def agree(host: Machines, state: str, told: object) -> None:
         f"{instances} directories and {machines} machines: {told}, {host.left()}",
         lambda: (
             len([x for x in host.left() if "/instances/" in x]) == instances
-            and len(host.walls()) == machines * 2
+            and len(host.walls()) == machines
         ),
         seconds=30,
     )
