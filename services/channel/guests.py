@@ -73,7 +73,11 @@ class Link:
         """
         until = self._now() + deadline_s
         async with self._alone(until):
-            return await self._connected(until)
+            try:
+                return await self._connected(until)
+            except _Silent:
+                why = "the guest did not shake hands in time"
+                raise Refusal(Reason.BOOT_TIMEOUT, why) from None
 
     async def ask(self, op: str, fields: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """One request. Each may be repeated, so one whose stream was lost is asked again.
@@ -83,23 +87,23 @@ class Link:
 
         Raises:
             Refusal: CONNECTION_LOST, the guest is silent; EXHAUSTED, it says that it cannot, with
-                its own line; BOOT_TIMEOUT, BOOT_FAILED as `hello`; whatever the engine says of
-                a machine that is gone.
+                its own line; BOOT_FAILED as `hello`; whatever the engine says of a machine that
+                is gone.
             Forged: see there.
         """
         until = self._now() + deadline_s
         async with self._alone(until):
             while True:
-                await self._connected(until)
                 try:
+                    await self._connected(until)
                     untrusted = await self._round(op, fields, until)
                     why = refused(untrusted)
+                except _Silent:
+                    raise Refusal(
+                        Reason.CONNECTION_LOST, f"the guest did not answer to {op}"
+                    ) from None
                 except _Lost:
                     self._close()
-                    if self._now() >= until:
-                        raise Refusal(
-                            Reason.CONNECTION_LOST, f"the guest did not answer to {op}"
-                        ) from None
                     await asyncio.sleep(RETRY_S)
                     continue
                 except FrameError as error:
@@ -147,7 +151,7 @@ class Link:
                 return self._session.hello
             left = until - self._now()
             if left <= 0:
-                raise Refusal(Reason.BOOT_TIMEOUT, "the guest did not shake hands in time")
+                raise _Silent
             try:
                 await self._dial(left)
                 await self._shake(until)
@@ -219,6 +223,10 @@ class Link:
 
 class _Lost(Exception):
     """The stream ended or stayed silent."""
+
+
+class _Silent(Exception):
+    """No stream led to a hello in time."""
 
 
 def dials(runtime: Path) -> HandoverClient:

@@ -86,6 +86,17 @@ def test_a_guest_that_never_comes_up_is_a_timeout(tmp_path: Path) -> None:
     played(tmp_path, play)
 
 
+def test_a_guest_that_hangs_is_a_lost_connection(tmp_path: Path) -> None:
+    async def play(scene: Scene) -> None:
+        scene.guests[ID] = says(b"")
+        for ask in (scene.set_time, scene.poweroff):
+            with pytest.raises(Refusal, match="did not answer") as refused:
+                await ask(seconds=1.3)
+            assert refused.value.reason is Reason.CONNECTION_LOST
+
+    played(tmp_path, play)
+
+
 @pytest.mark.parametrize("reason", [Reason.NOT_FOUND, Reason.CONFLICT, Reason.WRONG_STATE])
 def test_what_the_engine_says_of_a_machine_is_told(tmp_path: Path, reason: Reason) -> None:
     async def play(scene: Scene) -> None:

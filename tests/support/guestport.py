@@ -54,8 +54,8 @@ pid1.main()
 """
 
 
-def drive(guest: Path, made: Path) -> None:
-    """Writes the drive `made` from the drive `guest`."""
+def drive(guest: Path, made: Path, *, main: str = MAIN) -> None:
+    """Writes the drive `made` from the drive `guest`; `main` is what the kernel starts."""
     work = made.with_suffix(".work")
     work.mkdir()
     subprocess.run(
@@ -69,7 +69,7 @@ def drive(guest: Path, made: Path) -> None:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as new:
         for name, content in files.items():
             new.writestr(name, content)
-        new.writestr("__main__.py", MAIN)
+        new.writestr("__main__.py", main)
     os.chmod(archive, 0o444)
     subprocess.run(
         ["mkfs.erofs", "-T0", "-x-1", "--all-root", str(made), str(work / "tree")],
