@@ -17,7 +17,7 @@ from support import procs
 from support.until import until
 from support.vm import START_S, Machines
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(3600)]
 
 PROGRAMS = ("registry", "engine", "channel", "helper", "supervisord")
 FEW, MANY = 6, 100
@@ -86,6 +86,7 @@ def kills(host: Machines, count: int, seed: int) -> None:
             process.kill()
             timer.join()
         last[program] = time.monotonic()
+        print(number, verb, program, f"after {delay:.2f} s: exit", process.returncode)
         told = (number, seed, verb, program, round(delay, 2), process.returncode, out, err)
         state = until(
             f"it rests: {told}",
