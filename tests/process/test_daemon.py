@@ -71,7 +71,7 @@ def test_it_holds_both_locks_lays_everything_out_and_ends_with_0(live: Live) -> 
     code, out, _ = end(process)
     assert code == 0
     assert "spawned: 'store'" in out  # in the foreground it tells what it does
-    assert all(procs.state(pid) == "X" for pid in pids)
+    assert all(procs.state(pid) in "XZ" for pid in pids)
     assert lock.holder(live.paths.lock) is None
 
 
@@ -134,12 +134,13 @@ def test_no_program_inherits_the_locks(live: Live) -> None:
     looked = 0
     for pid in procs.descendants(process.pid):
         try:
-            fds = list(Path(f"/proc/{pid}/fd").iterdir())
-        except PermissionError:
-            continue  # undumpable: the service itself; what wraps it would hold them too
-        for fd in fds:
-            assert fd.stat().st_ino not in files
-            looked += 1
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                assert fd.stat().st_ino not in files
+                looked += 1
+        except (PermissionError, FileNotFoundError):
+            # Undumpable: the service itself, and what wraps it would hold them too. Or it
+            # has closed a file meanwhile.
+            continue
     assert looked
     # And the proof by what matters: the lock is free the moment that the daemon is killed.
     process.kill()
