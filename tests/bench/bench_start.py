@@ -1,6 +1,6 @@
 """A start, from `engine.boot` to provisioned, beside a bare QEMU. Prints JSON.
 
-    AGENT_BOX_TEST_MACHINE=DIR python tests/bench/bench_start.py [RUNS]
+    python tests/bench/bench_start.py [RUNS]
 
 The bare one boots the same kernel, initramfs, variant and box-guest with the same options, but
 without jail, shim and vsock device, as far as PID 1 of the guest, which is told from the
@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.machines import HAVE, MACHINE, WHY, Machines
+from support.machines import Machines
 
 from agent_box.engine import contract as engine
 from agent_box.helper import machine, tsc
@@ -38,7 +38,7 @@ def cpu(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def bare(directory: Path, khz: int) -> tuple[float, float, float]:
+def bare(machines: Machines, directory: Path, khz: int) -> tuple[float, float, float]:
     """Seconds until the guest's first word, what its own clock said then, and processor."""
     data = directory / "data.img"
     with data.open("wb") as file:
@@ -48,7 +48,7 @@ def bare(directory: Path, khz: int) -> tuple[float, float, float]:
         "accel": "tcg", "cpus": 1, "memory_mib": MEMORY_MIB, "kernel": "", "initramfs": "",
         "variant": "", "guest": "", "harness": None,
     }  # fmt: skip
-    words = plain(machine.command("qemu-system-x86_64", profile, khz), data)
+    words = plain(machines, machine.command("qemu-system-x86_64", profile, khz), data)
     begun = time.monotonic()
     process = subprocess.Popen(
         words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -70,7 +70,7 @@ def bare(directory: Path, khz: int) -> tuple[float, float, float]:
         process.stdout.close()
 
 
-def plain(words: list[str], data: Path) -> list[str]:
+def plain(machines: Machines, words: list[str], data: Path) -> list[str]:
     """The command line without the jail's descriptors: its console is standard output, and the
     vsock device, its channel and the monitor are left out. PID 1 needs a vsock to bind, which
     its kernel has without a device."""
@@ -86,7 +86,7 @@ def plain(words: list[str], data: Path) -> list[str]:
                 made += [word, value]
             continue
         for part in ("kernel", "initramfs", "variant", "guest"):
-            word = word.replace(f"{machine.MACHINE_FILES}/{part}", f"{MACHINE}/{part}")
+            word = word.replace(f"{machine.MACHINE_FILES}/{part}", str(machines.part(part)))
         made.append(word.replace("/dev/fdset/1", str(data)))
     return [*made, "-serial", "stdio", "-monitor", "none"]
 
@@ -129,8 +129,6 @@ def ours(machines: Machines) -> dict[str, float]:
 
 
 def main() -> None:
-    if not HAVE:
-        sys.exit(WHY)
     runs = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     khz = tsc.measure()
     machines = Machines()
@@ -141,7 +139,7 @@ def main() -> None:
         machines.up()
         ours(machines)  # the first one hashes the images
         for _ in range(runs):
-            bares.append(bare(directory, khz))
+            bares.append(bare(machines, directory, khz))
             found.append(ours(machines))
     finally:
         machines.close()

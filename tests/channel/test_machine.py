@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 from support import guestport
-from support.machines import HAVE, MACHINE, WHY, Machines
+from support.machines import Machines
 
 from agent_box.bus.errors import Reason, Refusal
 
 pytestmark = [
     pytest.mark.serial,
-    pytest.mark.skipif(not HAVE, reason=WHY),
     pytest.mark.timeout(600),
 ]
 # It greets as box-guest does, and then says more than anybody asked for, on every stream.
@@ -62,7 +61,7 @@ def resident_kib(pid: int) -> int:
 
 def test_only_its_own_stream_ends(machines: Machines) -> None:
     drive = machines.root / "hostile.erofs"
-    guestport.drive(Path(MACHINE) / "guest", drive, main=HOSTILE)
+    guestport.drive(machines.part("guest"), drive, main=HOSTILE)
     hostile, good = machines.create(), machines.create()
     machines.boot(hostile, guest=machines.add(drive))
     machines.boot(good)

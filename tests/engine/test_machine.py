@@ -8,11 +8,10 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from support import guestport
-from support.machines import DISK, HAVE, MACHINE, WHY, Machines
+from support.machines import DISK, Machines
 from support.until import until
 
 from agent_box.bus.errors import Reason, Refusal
@@ -20,7 +19,6 @@ from agent_box.engine import contract as engine
 
 pytestmark = [
     pytest.mark.serial,
-    pytest.mark.skipif(not HAVE, reason=WHY),
     pytest.mark.timeout(600),
 ]
 
@@ -39,7 +37,7 @@ def machines() -> Iterator[Machines]:
 def port(machines: Machines) -> str:
     """The digest of a drive `guest` in which tests can run code."""
     drive = machines.root / "guest.erofs"
-    guestport.drive(Path(MACHINE) / "guest", drive)
+    guestport.drive(machines.part("guest"), drive)
     return machines.add(drive)
 
 

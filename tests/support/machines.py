@@ -1,35 +1,34 @@
-"""Real machines: a helper, an engine and a channel behind their walls, on a built image.
+"""Real machines: a helper, an engine and a channel behind their walls, without a registry.
 
-The image is a directory that `AGENT_BOX_TEST_MACHINE` names, with the files kernel, initramfs,
-variant and guest. Tests that boot are skipped without.
+The image is that of `support.vm`, with the drive `guest` made from the code as it is now.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from support import vm
 from support.house import House, inner_pid
 from support.notes import Notes
 from support.until import until
 
 from agent_box.bus.client import Client
-from agent_box.bus.errors import Refusal
 from agent_box.bus.schema import Empty
 from agent_box.channel import contract as channel
 from agent_box.engine import contract as engine
+from agent_box.engine.image import boxguest, build, manifest
 
-MACHINE = os.environ.get("AGENT_BOX_TEST_MACHINE", "")
 PARTS = ("kernel", "initramfs", "variant", "guest")
-HAVE = bool(MACHINE) and all((Path(MACHINE) / part).exists() for part in PARTS)
-WHY = "AGENT_BOX_TEST_MACHINE names no directory with kernel, initramfs, variant and guest"
 DISK = 256 << 20
 
 
@@ -44,12 +43,13 @@ class Machines(House):
         before = os.umask(0o077)
         self.paths.helper_sock.parent.mkdir()
         self.paths.helper_key.write_text(secrets.token_hex(32) + "\n")
-        self.blobs = self.paths.images / "blobs" / "sha256"
-        self.blobs.mkdir(parents=True)
         os.umask(before)
-        self.images = engine.Images(
-            harness=None, **{part: self.add(Path(MACHINE) / part) for part in PARTS if HAVE}
-        ) if HAVE else None  # fmt: skip
+        shutil.copytree(vm.images(), self.paths.images, symlinks=True, copy_function=_link)
+        self.image = manifest.find(self.paths, "base")
+        if self.image.source.guest != boxguest.digest(boxguest.sources()):
+            self.image = build.refresh(self.paths, "base", tell=lambda _: None).manifest
+        parts = {part: getattr(self.image, part).sha256 for part in PARTS}
+        self.images = engine.Images(harness=None, **parts)
         self.helper: subprocess.Popen[str] | None = None
         self.services: dict[str, subprocess.Popen[str]] = {}
         self.notes = Notes(self.paths)
@@ -60,10 +60,14 @@ class Machines(House):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         try:
-            os.link(path, self.blobs / digest)
+            os.link(path, self.paths.blob(digest))
         except OSError:
-            os.symlink(path, self.blobs / digest)
+            shutil.copyfile(path, self.paths.blob(digest))
         return digest
+
+    def part(self, name: str) -> Path:
+        """The file of a part of the image, e.g. ``guest``."""
+        return self.paths.blob(getattr(self.images, name))
 
     # ------------------------------------------------------------------ processes
 
@@ -121,9 +125,6 @@ class Machines(House):
         return instance
 
     def boot(self, instance: str, boot: int = 1, *, memory: int = 256, **images: str) -> Any:
-        assert self.images is not None
-        import msgspec
-
         request = engine.Boot(
             instance=instance, boot=boot, cpus=1, memory_bytes=memory << 20,
             images=msgspec.structs.replace(self.images, **images),
@@ -169,8 +170,6 @@ class Machines(House):
 
     def vmm_pid(self, instance: str) -> int:
         """As the host numbers it: from the helper's record."""
-        import json
-
         path = self.paths.state / "instances" / instance / "state.json"
         pid = json.loads(path.read_text())["procs"]["vmm"]["pid"]
         assert isinstance(pid, int)
@@ -199,10 +198,12 @@ class Machines(House):
         super().close()
 
 
-def refused(error: Refusal) -> str:
-    return f"{error.reason}: {error.message}"
-
-
-def skew_s(before: float, now_ns: int) -> float:
-    """Of a guest's clock that was asked for from `before` until now."""
-    return now_ns / 1e9 - (before + time.time()) / 2
+def _link(source: str, target: str) -> None:
+    """Blobs never change, so that they need not be copied."""
+    if "/blobs/" not in source:
+        shutil.copy2(source, target)
+        return
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
