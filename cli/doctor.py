@@ -197,8 +197,10 @@ def _helper(daemon: _Daemon | None, config: Config) -> Iterator[Line]:
         yield ok("helper", "user mode; unknown: there is no runtime directory", "none")
         return
     if daemon is None or daemon.holder is None:
-        user = daemon is not None and mode == "user"
-        yield from probes.helper(mode, daemon.place.paths.helper_sock if user else SYSTEM_HELPER)
+        socket = SYSTEM_HELPER
+        if daemon is not None and mode == "user":
+            socket = daemon.place.paths.helper_sock
+        yield from probes.helper(mode, socket)
         return
     said = daemon.said["engine"]
     if isinstance(said, str):  # which is a gap of the engine's own line

@@ -302,7 +302,7 @@ def _lines(result: dict[str, Any]) -> str:
     )
     harness = result["harness"]
     shown["harness"] = " ".join(harness) if isinstance(harness, list) else harness
-    shown["hook"] = result["hook"] or "the usual one, if it is there"
+    shown["hook"] = f"{result['hook'] or 'the usual one'}; this version runs none"
     shown["engine"] = _engine_text(result["engine"])
     forwards = result["forwards"]
     shown["forwards"] = (
@@ -317,7 +317,7 @@ def _lines(result: dict[str, Any]) -> str:
     shown["network"] = (
         "none: this version gives it neither network nor broker"
         if result["network"] == "none"
-        else "as the policy says, while it runs"
+        else "the next start tells"
     )
     return "\n".join(f"{key.replace('_', '-')}: {_text(value)}" for key, value in shown.items())
 

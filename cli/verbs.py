@@ -219,7 +219,7 @@ VERBS: Final[tuple[Verb, ...]] = (
         "start",
         INSTANCES,
         "Cold boot from the data disk.",
-        (NAME, switch("--no-hook", "do not run the project hook")),
+        (NAME, switch("--no-hook", "do not run the project hook; none runs yet")),
         body="lifecycle:start",
     ),
     Verb(
@@ -526,7 +526,9 @@ VERBS: Final[tuple[Verb, ...]] = (
             ),
             option("--mirror", "URL", values.line, "instead of the mirrors of this host's apt"),
             switch("--guest", "only the drive with agent-box's own code, of images that exist"),
-            option("--harness", "NAME", values.name, "also the layer of this harness"),
+            option(
+                "--harness", "NAME", values.name, "also the layer of this harness; not built yet"
+            ),
         ),
         body="images:build",
         detail=(
@@ -549,19 +551,23 @@ VERBS: Final[tuple[Verb, ...]] = (
         HOST,
         "Installs what this host needs.",
         (
-            switch("--system", "the part that needs root"),
+            switch("--system", "the part that needs root; not built yet"),
             option("--user", "NAME", values.line, "the operator, with --system"),
-            switch("--no-pull", "without an image"),
+            switch("--no-pull", "do not make an image when there is none"),
         ),
         body="setup:setup",
         check=_setup,
+        detail=(
+            "Needed once, before the first start: builds an image when there is none, and runs a "
+            "guest to find an accelerator when the config names none."
+        ),
     ),
     Verb(
         "uninstall",
         HOST,
         "Removes what setup installed.",
         (
-            switch("--system", "the part that needs root"),
+            switch("--system", "the part that needs root; not built yet"),
             switch("--purge", "also state, images and credentials"),
             switch("--delete-instances", "delete each instance first"),
         ),
@@ -582,7 +588,9 @@ VERBS: Final[tuple[Verb, ...]] = (
         (switch("--stop", "end the daemon that runs; instances go on"),),
         body="services:daemon",
     ),
-    Verb("service list", HOST, "One row per service.", body="services:list_services"),
+    Verb(
+        "service list", HOST, "One row per service and the helper.", body="services:list_services"
+    ),
     Verb(
         "service restart",
         HOST,

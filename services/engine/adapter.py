@@ -23,6 +23,7 @@ from agent_box.bus.schema import Empty
 from agent_box.bus.server import Call, Handler, StreamHandler
 from agent_box.config.errors import ConfigError
 from agent_box.config.load import load
+from agent_box.config.model import Config
 from agent_box.engine import chosen, core, hybrid, monitor
 from agent_box.engine.contract import (
     Boot,
@@ -107,7 +108,11 @@ class Engine:
 
     async def probe(self, _request: Empty, _call: Call) -> Probed:
         accel = self._accel()
+        engine: Literal["qemu", "firecracker"] = "qemu"
         gaps = []
+        if self._config().defaults.engine == "firecracker":
+            engine = "firecracker"
+            gaps.append(Gap(name="engine-missing", text=core.NO_FIRECRACKER))
         if accel is None:
             gaps.append(Gap(name="engine-accel", text="no accelerator is chosen: run setup"))
         try:
@@ -115,13 +120,13 @@ class Engine:
         except (HelperLost, HelperRefused) as error:
             gaps.append(Gap(name="helper-missing", text=str(core.refusal(error))))
             return Probed(
-                engine="qemu", accel=accel, version=None, helper="user", protocol=None, gaps=gaps
+                engine=engine, accel=accel, version=None, helper="user", protocol=None, gaps=gaps
             )
         gaps += [Gap(name=gap.name, text=gap.text) for gap in answer.gaps]
         if accel == "kvm" and not answer.kvm:
             gaps.append(Gap(name="no-kvm", text="/dev/kvm cannot be used, and kvm is configured"))
         return Probed(
-            engine="qemu",
+            engine=engine,
             accel=accel,
             version=answer.qemu,
             helper="system" if answer.mode == "system" else "user",
@@ -137,7 +142,7 @@ class Engine:
     async def boot(self, request: Boot, _call: Call) -> Observed:
         instance = core.instance_id(request.instance)
         launch = launch_id(instance, core.boot_number(request.boot))
-        profile = core.profile(request, self._accel())
+        profile = core.profile(request, self._accel(), self._config().defaults.engine)
         state = await self._ask(lambda: self._helper.launch(instance, launch, profile))
         self._started(state)
         return await self._observe(state)
@@ -212,11 +217,14 @@ class Engine:
                 raise Refusal(Reason.STATE_UNKNOWN, refusal.message) from None
             raise
 
-    def _accel(self) -> Literal["kvm", "tcg"] | None:
+    def _config(self) -> Config:
         try:
-            accel = load(self._context.config).engine.accel
+            return load(self._context.config)
         except ConfigError as error:
             raise Refusal(Reason.CONFIG_INVALID, str(error)) from None
+
+    def _accel(self) -> Literal["kvm", "tcg"] | None:
+        accel = self._config().engine.accel
         if accel is None:
             return chosen.read(chosen.file(self._context.paths))
         return "kvm" if accel == "kvm" else "tcg" if accel == "tcg" else None

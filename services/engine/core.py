@@ -17,6 +17,7 @@ PORTS: Final = {
     "channel": frozenset((5000, 5001, 5002, 5004, 5005)),
     "netstack": frozenset((5003,)),
 }
+NO_FIRECRACKER: Final = "firecracker is configured, and this version cannot drive it"
 _ID: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _MIB: Final = 1 << 20
 
@@ -52,12 +53,15 @@ def boot_number(untrusted: int) -> int:
     return untrusted
 
 
-def profile(request: Boot, accel: str | None) -> Profile:
+def profile(request: Boot, accel: str | None, configured: str) -> Profile:
     """What the helper launches.
 
     Raises:
-        Refusal: ENGINE_UNAVAILABLE, no accelerator was chosen, and none is guessed.
+        Refusal: ENGINE_UNAVAILABLE, the configured engine is not QEMU, or no accelerator was
+            chosen; nothing else is taken instead.
     """
+    if configured != "qemu":
+        raise Refusal(Reason.ENGINE_UNAVAILABLE, NO_FIRECRACKER, facts={"gap": "engine-missing"})
     if accel is None:
         raise Refusal(
             Reason.ENGINE_UNAVAILABLE,

@@ -162,6 +162,23 @@ def test_what_setup_found_counts_where_the_config_says_nothing(tmp_path: Path) -
     played(tmp_path, play, config="")
 
 
+def test_where_firecracker_is_configured_qemu_is_not_taken_instead(tmp_path: Path) -> None:
+    async def play(s: Scene) -> None:
+        await s.create()
+        with pytest.raises(Refusal, match="firecracker") as refused:
+            await s.boot()
+        assert refused.value.reason is Reason.ENGINE_UNAVAILABLE
+        assert refused.value.facts == {"gap": "engine-missing"}
+        assert "launch" not in s.helper.asked
+        await s.helper.stop()
+        probed = await s.engine.probe(Empty(), CALL)
+        assert probed.engine == "firecracker"
+        assert [gap.name for gap in probed.gaps] == ["engine-missing", "helper-missing"]
+
+    config = '[defaults]\nengine = "firecracker"\n[engine]\naccel = "tcg"\n'
+    played(tmp_path, play, config=config)
+
+
 def test_without_an_accelerator_no_boot_is_tried(tmp_path: Path) -> None:
     async def play(s: Scene) -> None:
         await s.create()

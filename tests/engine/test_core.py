@@ -47,13 +47,13 @@ def test_only_a_boot_is_a_boot(untrusted: int) -> None:
 
 def test_without_an_accelerator_nothing_is_guessed() -> None:
     with pytest.raises(Refusal) as refused:
-        core.profile(boot(), None)
+        core.profile(boot(), None, "qemu")
     assert refused.value.reason is Reason.ENGINE_UNAVAILABLE
     assert refused.value.facts == {"gap": "engine-accel"}
 
 
 def test_the_profile_is_what_was_asked_for() -> None:
-    made = core.profile(boot(), "tcg")
+    made = core.profile(boot(), "tcg", "qemu")
     assert (made.accel, made.cpus, made.memory_mib, made.kernel) == ("tcg", 2, 512, "1")
     assert made.harness is None
 
