@@ -8,8 +8,8 @@ from agent_box.cli.verbs import VERBS, Arg, Verb
 
 WIDTH: Final = 80
 _ABOUT: Final = "Runs coding agents in persistent Linux microVMs, every credential on the host."
+_STAR: Final = "* not built yet: exits 70.\n"
 _FOOT: Final = """\
-* not built yet: exits 70.
 `agent-box VERB --help` tells a verb's arguments. Every verb takes --json.
 `agent-box --version` prints version and commit. The rest: docs/cli.md.
 """
@@ -28,7 +28,8 @@ def overview(group: str | None = None) -> str:
             if verb.section == section:
                 lines.append(f"  {verb.name:<15}  {verb.summary}{'' if verb.body else ' *'}")
         lines.append("")
-    return "\n".join(lines) + _FOOT
+    star = _STAR if any(not verb.body for verb in shown) else ""
+    return "\n".join(lines) + star + _FOOT
 
 
 def verb(verb: Verb) -> str:

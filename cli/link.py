@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from agent_box.cli.render import Failure
 from agent_box.process import lock
-from agent_box.process.paths import Paths
+from agent_box.process.paths import ROLES, RUNTIME_LOCK, Paths
 
 if TYPE_CHECKING:
     from agent_box.bus.base import Hello
     from agent_box.bus.client import Client
     from agent_box.cli.render import Render
-    from agent_box.process.supervision import Control
+    from agent_box.process.supervision import Control, Status
 
 READY_S: Final = 20.0  # from the first try to the service's word that it is ready
+SILENT_S: Final = 5.0  # what a service that started long ago may take for its first word
 _HELLO_S: Final = 1.0  # for one try; then the lock and supervisord are looked at again
 _SLOW_S: Final = 1.0  # what takes longer is told
 
@@ -89,7 +90,8 @@ def service(name: str, out: Render) -> Iterator[Client]:
 
     Raises:
         Failure: exit 2; it did not get ready within `READY_S`, or has failed, or the daemon
-            cannot be started or uses another config file.
+            cannot be started or uses another config file, or another daemon has the runtime
+            directory. Exit 14; the daemon runs, and the service does not answer.
         PathsError, ConfigError: as `place`.
     """
     client, _ = ready(place(), name, out)
@@ -110,8 +112,9 @@ def supervisor(out: Render) -> tuple[Place, Control]:
     here = place()
     deadline = time.monotonic() + READY_S
     control = Control(here.paths.supervisor)
+    told = _Told(out)
     while True:
-        holder = started(here, out, deadline)
+        holder = started(here, told, deadline)
         try:
             control.statuses()
             return here, control
@@ -162,12 +165,26 @@ def ask_hello(client: Client, seconds: float) -> Hello:
     return hello
 
 
-def started(here: Place, out: Render, deadline: float) -> lock.Holder:
+class _Told:
+    """Says once, when it takes long, what is waited for."""
+
+    def __init__(self, out: Render) -> None:
+        self._out = out
+        self._did = False
+
+    def once(self, text: str) -> None:
+        if not self._did:
+            self._did = True
+            self._out.progress(text)
+
+
+def started(here: Place, told: _Told, deadline: float) -> lock.Holder:
     """Makes sure that a daemon runs, with our config file, and says who it is.
 
     Raises:
         Failure: exit 2; it cannot be started, or uses another config file or runtime
-            directory, or did not say by `deadline` (of `time.monotonic`) how it went.
+            directory, or another has ours, or it did not say by `deadline` (of
+            `time.monotonic`) how it went.
     """
     while True:
         holder = _holder(here.paths.lock)
@@ -180,10 +197,14 @@ def started(here: Place, out: Render, deadline: float) -> lock.Holder:
                 "daemon-failed",
                 f"the daemon did not come up in time; see {here.paths.log('daemon')}",
             )
-        if holder is None:
-            _start(here, out, deadline)
-        else:
-            _pause(holder.pid, 0.05)  # it has the lock and will write its name next
+        # The lock beside is taken first: it tells of a daemon that is on its way.
+        on_its_way = holder or _holder(here.paths.runtime / RUNTIME_LOCK)
+        if on_its_way is None:
+            _start(here, told, deadline)
+            continue
+        if holder is None and on_its_way.version is not None:
+            _refuse_other_state(here, on_its_way)
+        _pause(on_its_way.pid, 0.05)  # it will take the lock, or write its name, next
 
 
 def holder(here: Place) -> lock.Holder | None:
@@ -195,7 +216,27 @@ def _holder(path: Path) -> lock.Holder | None:
     try:
         return lock.holder(path)
     except OSError as error:
-        raise Failure(2, "daemon-failed", f"cannot ask who holds {path}: {error}") from error
+        where = "" if error.filename in (None, str(path)) else f"{error.filename}: "
+        why = f"{where}{error.strerror or type(error).__name__}"
+        raise Failure(2, "daemon-failed", f"cannot ask who holds {path}: {why}") from error
+
+
+def _refuse_other_state(here: Place, beside: lock.Holder) -> None:
+    """Two state directories cannot share one runtime directory: the services of the second
+    daemon would take over the sockets of the first. Raises Failure."""
+    if beside.state is not None and _same_file(beside.state, here.paths.state):
+        return
+    again = _holder(here.paths.lock)
+    if again is not None and again.pid == beside.pid:
+        return  # it is ours, and took its own lock between the two looks
+    theirs = beside.state or "another one"
+    raise Failure(
+        2,
+        "runtime-mismatch",
+        f"the daemon with pid {beside.pid} serves in the runtime directory "
+        f"{here.paths.runtime} with the state directory {theirs}, and this command means "
+        f"{here.paths.state}; set XDG_STATE_HOME as it was set there, or another XDG_RUNTIME_DIR",
+    )
 
 
 def _agree(here: Place, holder: lock.Holder) -> None:
@@ -210,7 +251,7 @@ def _agree(here: Place, holder: lock.Holder) -> None:
             "config-mismatch",
             f"the running daemon (pid {holder.pid}) uses {theirs}, this command {ours}; {how}",
         )
-    beside = _holder(here.paths.runtime / "daemon.lock")
+    beside = _holder(here.paths.runtime / RUNTIME_LOCK)
     if beside is None or beside.pid != holder.pid:
         # Its own lock is taken last, so this is no daemon that is still on its way; but it
         # may have ended between the two looks.
@@ -235,7 +276,7 @@ def _same_file(theirs: str | None, ours: Path | None) -> bool:
         return False  # theirs is gone
 
 
-def _start(here: Place, out: Render, deadline: float) -> None:
+def _start(here: Place, told: _Told, deadline: float) -> None:
     """Starts the daemon in a session of its own and waits for its word.
 
     Another that was faster is as good. Raises Failure.
@@ -261,7 +302,6 @@ def _start(here: Place, out: Render, deadline: float) -> None:
     os.waitpid(child, 0)  # it forks and leaves
     with open(reader, "rb", buffering=0) as pipe:
         begun = time.monotonic()
-        told = False
         answer = b""
         while not answer.endswith(b"\n"):
             ready, _, _ = select.select([pipe], [], [], _SLOW_S)
@@ -277,9 +317,8 @@ def _start(here: Place, out: Render, deadline: float) -> None:
                     f"the daemon did not start in {time.monotonic() - begun:.0f} s; see "
                     f"{here.paths.log('daemon')}",
                 )
-            elif not told:
-                out.progress("starting the services ...")
-                told = True
+            else:
+                told.once("starting agent-box ...")
     _judge(here, answer)
 
 
@@ -292,7 +331,7 @@ def _judge(here: Place, answer: bytes) -> None:
         )
     report: dict[str, Any] = json.loads(answer)
     if report["ok"] or report["kind"] == "held":
-        return
+        return  # held: by which daemon, and whether that will do, is for the locks to tell
     raise Failure(2, str(report["kind"]), str(report["message"]))
 
 
@@ -311,13 +350,16 @@ def ready(
 
     begun = time.monotonic()
     deadline = begun + READY_S
-    told = False
+    told = _Told(out)
     client: Client | None = None
-    problem = "it does not answer"
+    problem: str | None = None  # None until the service says a word
     try:
         while True:
-            holder = started(here, out, deadline)
+            holder = started(here, told, deadline)
             if client is None:
+                if not _is_laid_out(here) and time.monotonic() < deadline:
+                    _pause(holder.pid, 0.05)  # another verb has just started it
+                    continue
                 client = connect(here, name)
             try:
                 left = max(0.05, deadline - time.monotonic())
@@ -325,14 +367,21 @@ def ready(
             except Refusal as refusal:
                 if refusal.code not in (Code.UNAVAILABLE, Code.DEADLINE, Code.UNKNOWN_OUTCOME):
                     raise
-                problem = refusal.message
             else:
                 if hello.ready and hello.epoch != not_epoch:
                     found, client = client, None
                     return found, hello
                 problem = hello.problem or "it is not ready"
-            _refuse_failed(here, name)
+            status = _status(here, name)
             now = time.monotonic()
+            is_old = status is not None and (status.uptime_ms or 0) > READY_S * 1000
+            if problem is None and now - begun > (SILENT_S if is_old else READY_S):
+                raise Failure(
+                    14,
+                    "unavailable",
+                    f"{name} does not answer; see agent-box service list, then "
+                    f"agent-box service restart {name}",
+                )
             if now > deadline:
                 raise Failure(
                     2,
@@ -340,23 +389,35 @@ def ready(
                     f"{name} did not get ready in {READY_S:.0f} s: {problem}; see "
                     f"agent-box service logs {name}",
                 )
-            if now - begun > _SLOW_S and not told:
-                out.progress(f"waiting for {name}: {problem}")
-                told = True
+            if now - begun > _SLOW_S:
+                if problem is None:
+                    why = ", which does not answer" if is_old else " to start"
+                else:
+                    why = f": {problem}"
+                told.once(f"waiting for {name}{why}")
             _pause(holder.pid, 0.05)
     finally:
         if client is not None:
             client.close()
 
 
-def _refuse_failed(here: Place, name: str) -> None:
-    """A service that stays down until somebody looks is not waited for."""
+def _is_laid_out(here: Place) -> bool:
+    """Whether the daemon has made all keys: the first ever start does, with the lock held."""
+    return (here.paths.public_keys / ROLES[-1]).exists()
+
+
+def _status(here: Place, name: str) -> Status | None:
+    """What supervisord says of a service; None when it says nothing.
+
+    Raises:
+        Failure: it stays down until somebody looks, so it is not waited for.
+    """
     from agent_box.process.supervision import Control, ControlError
 
     try:
         status = Control(here.paths.supervisor).statuses().get(name)
     except ControlError:
-        return  # it may be starting, or dying; the lock will tell
+        return None  # it may be starting, or dying; the lock will tell
     if status is not None and status.state == "fatal":
         raise Failure(
             2,
@@ -364,6 +425,7 @@ def _refuse_failed(here: Place, name: str) -> None:
             f"{name} has failed and stays down: {status.reason}; see agent-box service logs "
             f"{name}, then agent-box service restart {name}",
         )
+    return status
 
 
 def _pause(pid: int, seconds: float) -> None:

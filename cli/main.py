@@ -239,16 +239,22 @@ def _defect(error: Exception) -> Failure:
     type and its place are told. AGENT_BOX_TRACEBACK=1 prints the stack, without locals."""
     place = error.__traceback__
     where = ""
-    while place is not None:
-        code = place.tb_frame.f_code
-        if f"{os.sep}site-packages{os.sep}" not in code.co_filename:
-            where = f" at {os.path.basename(code.co_filename)}:{place.tb_lineno}"
+    while place is not None:  # the innermost of ours, wherever we are installed
+        frame = place.tb_frame
+        if _module(frame.f_globals).partition(".")[0] == "agent_box":
+            where = f" at {os.path.basename(frame.f_code.co_filename)}:{place.tb_lineno}"
         place = place.tb_next
     if os.environ.get("AGENT_BOX_TRACEBACK") == "1" and sys.stderr is not None:
         import traceback
 
         traceback.print_tb(error.__traceback__, file=sys.stderr)
     return Failure(1, "internal", f"internal error: {type(error).__name__}{where}")
+
+
+def _module(namespace: dict[str, Any]) -> str:
+    """The name of a frame's module, also of one that runs as a program."""
+    spec = namespace.get("__spec__")
+    return str(namespace.get("__name__", "") if spec is None else spec.name)
 
 
 if __name__ == "__main__":

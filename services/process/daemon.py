@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, TextIO
 
 from agent_box.process import hostfiles, lock
-from agent_box.process.paths import HELPER, ROLES, SERVICES, Paths, PathsError, make_private
+from agent_box.process.paths import (
+    HELPER,
+    ROLES,
+    RUNTIME_LOCK,
+    SERVICES,
+    Paths,
+    PathsError,
+    make_private,
+)
 from agent_box.process.supervision import (
     CONFIG_FILE,
     LOGS_LINK,
@@ -137,13 +145,19 @@ def main(words: Sequence[str] | None = None) -> int:
     except lock.Held as held:
         return end.refuse(Cannot("held", f"a daemon runs already: {held}"))
     except OSError as error:
-        return end.refuse(Cannot("daemon-failed", str(error)))
+        return end.refuse(Cannot("daemon-failed", told(error)))
     except Exception as error:  # noqa: BLE001 - the border: a defect ends in the log
         return end.refuse(
             Cannot("daemon-failed", f"internal error: {type(error).__name__}"),
             detail=traceback.format_exc(),
         )
     return end.done()
+
+
+def told(error: OSError) -> str:
+    """One line for a person: the path, once, and what is wrong with it."""
+    why = error.strerror or str(error) or type(error).__name__
+    return why if error.filename is None else f"{os.fsdecode(error.filename)}: {why}"
 
 
 class _End:
@@ -214,15 +228,16 @@ def _settle() -> None:
 
 
 def _run(paths: Paths, options: Options, report: Report) -> None:
-    paths.make()
     version = version_of("agent-box")
     # Two locks, because two state directories may share one runtime directory, and the
     # services of the second would take over the sockets of the first. The one in the state
-    # directory is taken last: who sees it held may rely on the other.
-    _locks = (
-        lock.acquire(runtime_lock(paths), config=options.config, version=version),
-        lock.acquire(paths.lock, config=options.config, version=version),
-    )
+    # directory is taken last: who sees it held may rely on the other. The second daemon makes
+    # nothing but what a lock lies in, so that it leaves no half of a state directory behind.
+    make_private(paths.runtime)
+    beside = _locked(runtime_lock(paths), paths, options, version)
+    make_private(paths.state)
+    _locks = (beside, _locked(paths.lock, paths, options, version))
+    paths.make()
     _in_child(lambda: _prepare(paths, options))
 
     from agent_box.process import supervise
@@ -237,9 +252,16 @@ def _run(paths: Paths, options: Options, report: Report) -> None:
         raise Cannot("daemon-failed", str(error)) from error
 
 
+def _locked(path: Path, paths: Paths, options: Options, version: str) -> lock.Lock:
+    try:
+        return lock.acquire(path, config=options.config, version=version, state=paths.state)
+    except OSError as error:  # a full disk is not told by the name of a file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def runtime_lock(paths: Paths) -> Path:
     """The lock of the runtime directory, held beside `Paths.lock`."""
-    return paths.runtime / "daemon.lock"
+    return paths.runtime / RUNTIME_LOCK
 
 
 def report_command(config: Path | None) -> tuple[str, ...]:

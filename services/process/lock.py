@@ -26,11 +26,13 @@ class Holder:
         config: path of the config file that it was started with; None when it has none or
             has not written it yet.
         version: of its program; None when it has not written it yet.
+        state: path of its state directory; None when it did not write one.
     """
 
     pid: int
     config: str | None
     version: str | None
+    state: str | None = None
 
 
 class Held(Exception):
@@ -42,8 +44,12 @@ class Held(Exception):
 
     def __init__(self, path: Path, holder: Holder | None) -> None:
         who = f"pid {holder.pid}" if holder is not None and holder.pid else "another process"
-        with_config = f", config {holder.config}" if holder is not None and holder.config else ""
-        super().__init__(f"{path} is held by {who}{with_config}")
+        more = ""
+        if holder is not None and holder.state:
+            more += f", state directory {holder.state}"
+        if holder is not None and holder.config:
+            more += f", config {holder.config}"
+        super().__init__(f"{path} is held by {who}{more}")
         self.holder = holder
 
 
@@ -63,13 +69,14 @@ class Lock:
         os.close(self._descriptor)
 
 
-def acquire(path: Path, *, config: Path | None, version: str) -> Lock:
+def acquire(path: Path, *, config: Path | None, version: str, state: Path | None = None) -> Lock:
     """Takes the lock or says who has it.
 
     Args:
         path: made with mode 0600 when it is missing; its directory must exist.
         config: the config file that this process uses.
         version: of this program.
+        state: the state directory that this process uses.
 
     Raises:
         Held: another process has it.
@@ -90,6 +97,7 @@ def acquire(path: Path, *, config: Path | None, version: str) -> Lock:
                 "pid": os.getpid(),
                 "config": None if config is None else str(config),
                 "version": version,
+                "state": None if state is None else str(state),
             }
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(who).encode(), 0)
@@ -131,13 +139,16 @@ def _believe(pid: int, untrusted_content: bytes) -> Holder:
         return Holder(pid, None, None)  # taken a moment ago, not written yet
     if not isinstance(untrusted_who, dict):
         return Holder(pid, None, None)
-    written, config, version = (untrusted_who.get(key) for key in ("pid", "config", "version"))
+    written, config, version, state = (
+        untrusted_who.get(key) for key in ("pid", "config", "version", "state")
+    )
     if pid and written != pid:
         return Holder(pid, None, None)  # what the last holder wrote
     return Holder(
         written if isinstance(written, int) else 0,
         config if isinstance(config, str) else None,
         version if isinstance(version, str) else None,
+        state if isinstance(state, str) else None,
     )
 
 

@@ -20,6 +20,7 @@ HELPER: Final = "helper"  # runs beside the services, on no bus and behind no wa
 PROGRAMS: Final = (*SERVICES, HELPER)
 
 NAME: Final = "agent-box"
+RUNTIME_LOCK: Final = "daemon.lock"  # in the runtime directory, beside `Paths.lock`
 SOCKET_PATH_MAX: Final = 107  # bytes; sockaddr_un.sun_path less its terminating NUL (unix(7))
 _LONGEST_SOCKET: Final = "bus/registry/events"
 

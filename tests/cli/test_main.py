@@ -66,6 +66,13 @@ def test_help_of_a_group() -> None:
     assert "secret" not in ran.out
 
 
+@pytest.mark.parametrize("group", [None, *verbs.GROUPS])
+def test_the_star_is_explained_where_there_is_one(group: str | None) -> None:
+    text = help_text.overview(group)
+    starred = any(line.endswith(" *") for line in text.splitlines())
+    assert ("* not built yet" in text) == starred
+
+
 def test_version_tells_the_commit() -> None:
     ran = run("--version")
     assert re.fullmatch(r"agent-box \d+\.\d+\.\d+ \(([0-9a-f]{12}|unknown)\)\n", ran.out)
@@ -228,11 +235,24 @@ def test_a_defect_tells_its_place_and_no_secret(
 
     code, _, err = answered(monkeypatch, capsys, body)
     assert code == 1
-    assert re.fullmatch(r"agent-box: internal error: ValueError at test_main.py:\d+\n", err)
+    assert re.fullmatch(r"agent-box: internal error: ValueError at main.py:\d+\n", err)
     monkeypatch.setenv("AGENT_BOX_TRACEBACK", "1")
     _, _, err = answered(monkeypatch, capsys, body)
     assert "in body" in err
     assert "canary" not in err.replace('secret = "sk-canary"', "")
+
+
+@pytest.mark.parametrize("prefix", ["/usr/lib/python3/site-packages", "/opt/dist-packages", "/x"])
+def test_a_defect_tells_its_place_wherever_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prefix: str
+) -> None:
+    """The innermost frame of ours, though it called the library that raised."""
+    source = "import json\n\ndef body(out, **_):\n    json.loads('sk-canary')\n"
+    module: dict[str, Any] = {"__name__": "agent_box.cli.broken"}
+    exec(compile(source, f"{prefix}/agent_box/cli/broken.py", "exec"), module)  # noqa: S102
+    code, _, err = answered(monkeypatch, capsys, module["body"])
+    assert code == 1
+    assert err == "agent-box: internal error: JSONDecodeError at broken.py:4\n"
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])

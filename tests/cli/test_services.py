@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -209,6 +210,56 @@ def test_another_runtime_directory_is_named(up: Live) -> None:
     assert str(other) in ran.error["message"]
 
 
+@pytest.mark.parametrize("verb", [["list"], ["service", "list"], ["daemon"]], ids=" ".join)
+def test_another_state_directory_is_told_who_has_the_runtime_directory(
+    up: Live, verb: list[str]
+) -> None:
+    """At once, and nothing is left of the attempt."""
+    other = up.home / "st2"
+    begun = time.monotonic()
+    ran = up.run(*verb, "--json", XDG_STATE_HOME=str(other))
+    assert time.monotonic() - begun < link.READY_S / 2
+    assert ran.exit == 2
+    assert f"pid {up.daemon_pid()}" in ran.error["message"]
+    assert str(up.paths.state) in ran.error["message"]
+    assert not other.exists()
+
+
+# ----------------------------------------------------------------- what is waited for
+
+
+def test_a_start_that_takes_long_alarms_nobody(
+    monkeypatch: pytest.MonkeyPatch, fresh: Live
+) -> None:
+    monkeypatch.setattr(link, "_SLOW_S", 0.0)
+    for name, value in fresh.env.items():
+        monkeypatch.setenv(name, value)
+    said = io.StringIO()
+    out = Render("test", json=False, stdout=said, stderr=said)
+    client, _ = link.ready(_place(fresh), "store", out)
+    client.close()
+    assert said.getvalue() == "starting agent-box ...\n"
+
+
+def test_a_service_that_is_stuck_is_named_and_not_waited_for_like_a_start(up: Live) -> None:
+    """The daemon runs, so this is no exit 2."""
+    (stuck,) = up.inner("store")
+    age_ms = link.READY_S * 1000
+    until("it is old", lambda: up.service("store")["uptime_ms"] > age_ms, seconds=40)
+    os.kill(stuck, signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        ran = up.run("secret", "list", "--json")
+        took = time.monotonic() - begun
+    finally:
+        os.kill(stuck, signal.SIGCONT)
+    assert ran.exit == 14
+    assert ran.error["kind"] == "unavailable"
+    assert ran.error["message"].startswith("store does not answer; see agent-box service list")
+    assert took < link.READY_S * 0.75
+    until("it answers again", lambda: up.service("store")["ready"])
+
+
 # ------------------------------------------------------------------------------ list
 
 
@@ -323,8 +374,6 @@ def _place(live: Live) -> link.Place:
 
 
 def _silent() -> Render:
-    import io
-
     return Render("test", json=False, stdout=io.StringIO(), stderr=io.StringIO())
 
 

@@ -109,7 +109,15 @@ def test_another_state_directory_does_not_get_the_same_sockets(live: Live) -> No
     _, err = second.communicate(timeout=30)
     assert second.returncode == 2
     assert f"pid {first.pid}" in err
+    assert f"state directory {live.paths.state}" in err
+    assert not (live.home / "other").exists()  # it lays out nothing of its own
     end(first)
+
+
+def test_an_error_of_the_system_is_told_with_its_path_once() -> None:
+    gone = NotADirectoryError(20, "Not a directory", "/a")
+    assert daemon.told(gone) == "/a: Not a directory"
+    assert daemon.told(OSError(28, "No space left on device")) == "No space left on device"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
