@@ -12,17 +12,17 @@ import select
 import signal
 import sys
 import termios
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Final, NoReturn
+from contextlib import contextmanager, suppress
+from typing import Final
 
 from agent_box.cli.render import Failure, Render, Usage
 from agent_box.process.secret import Secret
 
 _LINE_MAX: Final = 4095  # what a terminal passes of a line; it drops the rest (termios(3))
 _PASTE_S: Final = 0.1  # in which the next line of a paste follows
-_ENDING: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_NOTED: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 
 
 def is_terminal() -> bool:
@@ -60,18 +60,14 @@ def _piped(limit: int) -> bytes:
 
 def _typed(out: Render, what: str, limit: int) -> bytes:
     untrusted = b""
-    with _woken() as signalled, _hidden(lambda: out.ask(f"{what}: ")):
+    with _hidden(lambda: out.ask(f"{what}: ")) as ready:
         try:
-            while len(untrusted) <= limit + 1:
-                if 0 not in select.select([0, signalled], [], [])[0]:
-                    os.read(signalled, 64)
-                    continue
+            while len(untrusted) <= limit + 1 and ready(None):
                 piece = os.read(0, limit + 2)
                 if not piece:
                     break
                 untrusted += piece
-                more = select.select([0], [], [], _PASTE_S)[0]
-                if untrusted.endswith(b"\n") and not more:
+                if untrusted.endswith(b"\n") and not ready(_PASTE_S):
                     break
         finally:
             out.ask("\n")  # the one that was not echoed
@@ -83,53 +79,72 @@ def _typed(out: Render, what: str, limit: int) -> bytes:
 
 
 @contextmanager
-def _woken() -> Iterator[int]:
-    """A descriptor that is readable when a signal came. Python only notes a signal and looks
-    at it later; one that comes just before a read would wait for the next key."""
-    hear, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    try:
-        yield hear
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(hear)
-        os.close(tell)
-
-
-@contextmanager
-def _hidden(ask: Callable[[], None]) -> Iterator[None]:
+def _hidden(ask: Callable[[], None]) -> Iterator[Callable[[float | None], bool]]:
     """Echo off, and on again however it ends: by Ctrl-C, by a signal that ends the process,
-    while it is suspended by Ctrl-Z, or by an exception. What was not read is thrown away."""
+    while it is suspended by Ctrl-Z, or by an exception. What was not read is thrown away.
+
+    Gives a function that waits for something to read, at most so many seconds (None: for
+    ever), and tells whether there is; signals are attended to there.
+    """
     before = termios.tcgetattr(0)
     silent = list(before)
     silent[3] &= ~(termios.ECHO | termios.ECHONL)
+    came: list[int] = []
 
     def hide() -> None:
         termios.tcsetattr(0, termios.TCSAFLUSH, silent)
         ask()
 
     def show() -> None:
-        termios.tcsetattr(0, termios.TCSAFLUSH, before)
+        with suppress(termios.error):  # the terminal has hung up, and shows nothing any more
+            termios.tcsetattr(0, termios.TCSAFLUSH, before)
 
-    def end(number: int, _frame: FrameType | None) -> NoReturn:
-        show()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-        raise SystemExit(128 + number)  # if the signal is blocked
+    def attend() -> None:
+        while came:
+            number = came.pop(0)
+            show()
+            handler = signal.signal(number, signal.SIG_DFL)
+            signal.pthread_kill(threading.get_ident(), number)
+            if number != signal.SIGTSTP:
+                raise SystemExit(128 + number)  # it is blocked, or we would not be here
+            signal.signal(number, handler)  # here it goes on after `fg`
+            hide()
 
-    def suspend(number: int, _frame: FrameType | None) -> None:
-        show()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-        signal.signal(number, suspend)  # here it goes on after `fg`
-        hide()
+    def ready(seconds: float | None) -> bool:
+        while True:
+            attend()
+            found = select.select([0, signalled], [], [], seconds)[0]
+            if signalled not in found:
+                return bool(found)
+            os.read(signalled, 64)
 
-    handlers = {number: signal.signal(number, end) for number in _ENDING}
-    handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, suspend)
+    with _signals(came) as signalled:
+        try:
+            hide()
+            yield ready
+        finally:
+            show()
+            came[:] = [number for number in came if number != signal.SIGTSTP]
+            attend()
+
+
+@contextmanager
+def _signals(came: list[int]) -> Iterator[int]:
+    """Notes signals in `came`, and gives a descriptor that is readable when one came.
+
+    A handler that acted at once could come in the middle of a prompt being written; and one
+    that comes just before a read would not be heard until the next key.
+    """
+    hear, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    wakeup = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    handlers = {
+        number: signal.signal(number, lambda which, _frame: came.append(which)) for number in _NOTED
+    }
     try:
-        hide()
-        yield
+        yield hear
     finally:
-        show()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        os.close(hear)
+        os.close(tell)

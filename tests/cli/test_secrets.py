@@ -260,6 +260,18 @@ def test_ended_by_a_signal_it_shows_again_what_is_typed(
     restored(terminal)
 
 
+def test_when_the_terminal_hangs_up_it_ends(live: Live) -> None:
+    command = [cli.BINARY, "secret", "set", "typed", "--json"]
+    with Terminal(command, live.env) as terminal:
+        terminal.until(b"value of typed: ")
+        hidden(terminal)
+        pid = terminal.pid
+        terminal.hang_up()
+        until("it has ended", lambda: procs.state(pid) in "XZ")
+        assert terminal.process.stdout is not None
+        assert terminal.process.stdout.read() == b""  # not even that it went wrong
+
+
 def test_suspended_it_shows_and_hides_again_when_it_goes_on(terminal: Terminal) -> None:
     hidden(terminal)
     terminal.type(b"first \x1a")

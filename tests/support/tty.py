@@ -104,6 +104,12 @@ class Terminal:
         finally:
             os.close(slave)
 
+    def hang_up(self) -> None:
+        """Closes the window, while the program runs."""
+        os.close(self._slave)
+        os.close(self.master)
+        self.master = self._slave = -1
+
     def end(self) -> tuple[int, bytes, bytes]:
         """Waits for the end: exit code as a shell tells it, stdout, and what the terminal has
         shown besides."""
@@ -135,5 +141,6 @@ class Terminal:
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
-        os.close(self.master)
-        os.close(self._slave)
+        if self.master >= 0:
+            os.close(self.master)
+            os.close(self._slave)
