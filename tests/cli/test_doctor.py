@@ -24,6 +24,7 @@ from support.live import Live
 from support.until import until
 
 from agent_box.cli import doctor, gaps, images, probes
+from agent_box.helper import probe as helper_probe
 from agent_box.process import confine, linux, lock
 from agent_box.process.paths import SERVICES
 
@@ -556,9 +557,15 @@ def test_only_declared_names_are_given() -> None:
 
 
 def test_every_declared_name_is_given_somewhere() -> None:
-    code = "".join(inspect.getsource(module) for module in (doctor, probes, images, confine))
+    givers = (doctor, probes, images, confine, helper_probe)
+    code = "".join(inspect.getsource(module) for module in givers)
     unused = [name for name in {**gaps.GAPS, **gaps.NOTES} if f'"{name}"' not in code]
     assert unused == []
+
+
+def test_every_gap_of_the_helper_is_declared() -> None:
+    given = set(re.findall(r'gap\(\s*"([a-z-]+)"', inspect.getsource(helper_probe)))
+    assert given and given <= gaps.GAPS.keys()
 
 
 def test_every_gap_of_the_walls_is_declared() -> None:

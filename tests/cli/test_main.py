@@ -242,7 +242,7 @@ def test_a_defect_tells_its_place_and_no_secret(
     assert "canary" not in err.replace('secret = "sk-canary"', "")
 
 
-@pytest.mark.parametrize("prefix", ["/usr/lib/python3/site-packages", "/opt/dist-packages", "/x"])
+@pytest.mark.parametrize("prefix", ["/usr/lib/python3/site-packages", "/srv/dist-packages", "/x"])
 def test_a_defect_tells_its_place_wherever_it_is_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prefix: str
 ) -> None:
