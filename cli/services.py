@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from agent_box.cli import link
 from agent_box.cli.render import Failure, Render, table
-from agent_box.process.paths import HELPER, PROGRAMS, SERVICES, Paths
+from agent_box.process.paths import HELPER, PROGRAMS, SERVICES, Paths, told
 
 if TYPE_CHECKING:
     from agent_box.bus.base import Confinement, Hello
@@ -337,7 +337,7 @@ def inspect(out: Render, *, name: str) -> None:
             None if isinstance(said, str) else said,
         )
     except (OSError, ConfineError, SeccompError) as error:
-        raise Failure(1, "not-observed", f"{name}: {error}") from error
+        raise Failure(1, "not-observed", f"{name}: {told(error)}") from error
     if isinstance(said, str):
         out.warning(f"{name} says nothing of itself: {said}")
     different = [line.key for line in lines if line.verdict == "differs"]

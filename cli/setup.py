@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from agent_box.cli import instances, lifecycle, link, services
 from agent_box.cli.render import Failure, Render
+from agent_box.process.paths import told
 
 if TYPE_CHECKING:
     from agent_box.config.model import Config
@@ -192,7 +193,7 @@ def _systemctl(*words: str) -> None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Failure(2, "setup-failed", f"systemctl --user {words[0]}: {error}") from error
+        raise Failure(2, "setup-failed", f"systemctl --user {words[0]}: {told(error)}") from error
     if ran.returncode != 0:
         why = ran.stderr.strip().splitlines()
         raise Failure(

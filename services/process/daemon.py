@@ -29,6 +29,7 @@ from agent_box.process.paths import (
     Paths,
     PathsError,
     make_private,
+    told,
 )
 from agent_box.process.supervision import (
     CONFIG_FILE,
@@ -152,12 +153,6 @@ def main(words: Sequence[str] | None = None) -> int:
             detail=traceback.format_exc(),
         )
     return end.done()
-
-
-def told(error: OSError) -> str:
-    """One line for a person: the path, once, and what is wrong with it."""
-    why = error.strerror or str(error) or type(error).__name__
-    return why if error.filename is None else f"{os.fsdecode(error.filename)}: {why}"
 
 
 class _End:

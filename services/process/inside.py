@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from agent_box.process import landlock, linux
+from agent_box.process.paths import told
 
 if TYPE_CHECKING:
     from agent_box.process.confine import Profile
@@ -61,7 +62,7 @@ def enter(wanted: Profile, inner_filter: int) -> Entered:
         abi = landlock.enforce(wanted.landlock(), network=wanted.host_network)
         linux.add_seccomp_filter(program)
     except (OSError, ValueError) as error:
-        raise EnterError(f"a wall cannot be put up: {error}") from error
+        raise EnterError(f"a wall cannot be put up: {told(error)}") from error
     _prove()
     return Entered(abi)
 
@@ -83,7 +84,7 @@ def _prove() -> None:
         os.execv("/usr/bin/true", ["true"])
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EACCES):
-            raise EnterError(f"executing fails for another reason: {error}") from error
+            raise EnterError(f"executing fails for another reason: {told(error)}") from error
 
 
 def facts(entered: Entered) -> dict[str, Any]:

@@ -181,6 +181,16 @@ class Paths:
             make_private(directory)
 
 
+def told(error: Exception) -> str:
+    """An error of the system for a person: the path, once, and what is wrong with it, without
+    a number. Of another error, its own words."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error) or type(error).__name__
+    if error.filename is None:
+        return error.strerror
+    return f"{os.fsdecode(error.filename)}: {error.strerror}"
+
+
 def make_private(directory: Path) -> None:
     """Creates one directory with mode 0700, parents too, or checks the one that is there.
 

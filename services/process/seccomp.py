@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from agent_box.process.paths import told
+
 NE: Final = 1  # libseccomp's SCMP_CMP_NE
 EQ: Final = 4  # SCMP_CMP_EQ
 MASKED_EQ: Final = 7  # SCMP_CMP_MASKED_EQ
@@ -259,7 +261,7 @@ def export(wanted: Filter, target: Path) -> None:
             where = [library.Arg(*condition) for condition in rule.where]
             compiled.add_rule(action, number, *where)
     except OSError as error:
-        raise SeccompError(f"libseccomp refuses a rule: {error}") from error
+        raise SeccompError(f"libseccomp refuses a rule: {told(error)}") from error
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with open(descriptor, "wb") as file:

@@ -21,6 +21,7 @@ from supervisor.options import ServerOptions
 from supervisor.states import ProcessStates, SupervisorStates
 from supervisor.supervisord import Supervisor
 
+from agent_box.process.paths import told
 from agent_box.process.supervision import CONFIG_FILE, REPORT, SOCKET_FILE
 
 REMIND_S: Final = 1.0
@@ -155,7 +156,7 @@ class _Supervisor(Supervisor):  # type: ignore[misc]
         try:
             self._refresh()
         except OSError as error:
-            self.options.logger.warn(f"what the services see of the host is old: {error}")
+            self.options.logger.warn(f"what the services see of the host is old: {told(error)}")
 
     def _report(self) -> None:
         if REPORT in self.process_groups and self.options.mood == SupervisorStates.RUNNING:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from agent_box.process.paths import told
+
 if TYPE_CHECKING:
     import xmlrpc.client
 
@@ -270,7 +272,7 @@ class Control:
         except TimeoutError:
             raise ControlError("supervisord does not answer") from None
         except (OSError, http.client.HTTPException, xmlrpc.client.Error, SyntaxError) as error:
-            raise ControlError(f"supervisord cannot be reached: {error}") from error
+            raise ControlError(f"supervisord cannot be reached: {told(error)}") from error
 
     def _connection(self, timeout_s: float) -> xmlrpc.client.ServerProxy:
         import base64
@@ -282,7 +284,7 @@ class Control:
         try:
             password = (self._directory / PASSWORD_FILE).read_text(encoding="ascii")
         except (OSError, UnicodeDecodeError) as error:
-            raise ControlError(f"supervisord cannot be reached: {error}") from error
+            raise ControlError(f"supervisord cannot be reached: {told(error)}") from error
         token = base64.b64encode(f"{USER}:{password}".encode()).decode()
 
         class Connection(http.client.HTTPConnection):

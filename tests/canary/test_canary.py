@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support import cli
+from support import cli, toml
 from support.canary import Canary, Found
 from support.creds import stand_in
 from support.live import Live
@@ -244,6 +244,27 @@ def test_a_hand_that_types_it_does_not_show_it(scene: Scene) -> None:
             _, out, seen = terminal.end()
             scene.printed.append(("a terminal", out + seen))
     scene.check()
+
+
+def test_no_refusal_of_a_config_that_it_was_pasted_into_shows_it(scene: Scene) -> None:
+    value = scene.canary.value.decode()
+    assert scene.verb("daemon", "--stop").exit == 0
+    config = scene.live.home / "pasted.toml"
+    for pasted in (
+        {"kind": "header", "header": f"Authorization: Bearer {value}"},
+        {"kind": "basic", "basic_user": f"user:{value}"},
+        {"kind": "anthropic", "upstream": f"https://a.example/?key={value}"},
+        {"kind": value},
+    ):
+        binding = {"upstream": "https://a.example", "credential": "a"} | pasted
+        binding["routes"] = [{"path": "/", "match": "exact", "methods": ["GET"]}]  # type: ignore[assignment]
+        config.write_text(toml.dumps({"version": 1, "bindings": {"a": binding}}))
+        for verb in (["list"], ["doctor", "--json"]):
+            ran = scene.verb(*verb, AGENT_BOX_CONFIG=str(config))
+            assert "in [bindings.a]" in ran.out + ran.err
+    config.unlink()
+    scene.check()
+    scene.live.up()
 
 
 def test_no_refusal_of_the_store_shows_it(scene: Scene) -> None:

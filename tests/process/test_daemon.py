@@ -114,12 +114,6 @@ def test_another_state_directory_does_not_get_the_same_sockets(live: Live) -> No
     end(first)
 
 
-def test_an_error_of_the_system_is_told_with_its_path_once() -> None:
-    gone = NotADirectoryError(20, "Not a directory", "/a")
-    assert daemon.told(gone) == "/a: Not a directory"
-    assert daemon.told(OSError(28, "No space left on device")) == "No space left on device"
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_end_it_well_at_any_time(live: Live, number: int) -> None:
     process = start(live)

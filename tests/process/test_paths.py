@@ -14,6 +14,7 @@ from agent_box.process.paths import (
     Paths,
     PathsError,
     make_private,
+    told,
 )
 
 
@@ -147,3 +148,14 @@ def test_make_names_what_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(PathsError, match=f"cannot make {tmp_path}/file/x: Not a directory"):
         make_private(tmp_path / "file" / "x")
+
+
+def test_an_error_of_the_system_is_told_with_its_path_once() -> None:
+    gone = NotADirectoryError(20, "Not a directory", "/a")
+    assert told(gone) == "/a: Not a directory"
+    assert told(OSError(28, "No space left on device")) == "No space left on device"
+    assert told(FileNotFoundError(2, "No such file or directory", b"/\xff")) == (
+        "/\udcff: No such file or directory"
+    )
+    assert told(ValueError("what it says")) == "what it says"
+    assert told(TimeoutError()) == "TimeoutError"
