@@ -122,7 +122,7 @@ def main() -> int:
     server = Server(found.socket, key, mode.peers, _log)
     ops = Ops(mode, found, log=_log, on_end=server.on_end)
     _log(f"serves {options.runtime}/helper/{places.SOCKET}, protocol of user mode")
-    ops.recover()
+    server.submit(ops.recover)  # meanwhile it is asked already
     server.serve(ops, lifeline)
     sys.stderr.flush()
     os._exit(0)  # not to wait for a thread that waits for a machine: its shim does without us

@@ -25,7 +25,7 @@ from agent_box.helper.wire import Refused, Request, WireError
 
 BACKLOG: Final = 64
 CONNECTIONS: Final = 32
-WORKERS: Final = 16
+WORKERS: Final = 32
 PROOF_S: Final = 5.0  # for a peer to prove itself
 SEND_S: Final = 5.0  # for a peer to take an answer
 DRAIN_S: Final = 8.0  # for what has begun, at the end

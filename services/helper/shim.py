@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -46,6 +47,7 @@ from agent_box.helper.procs import Proc
 from agent_box.helper.record import Record
 
 DEVICE_MODULE: Final = "agent_box.engine.vsock.__main__"
+DEVICE_BROKEN: Final = 65  # its exit code when the machine broke their protocol, or off
 VSOCK: Final = "vsock"
 QMP: Final = "qmp"
 CTL: Final = "ctl"
@@ -182,7 +184,13 @@ class Shim:
         self._listen_to(console.detach(), self._console)
         monitor = link.connect(room, QMP, socket.SOCK_STREAM)
         self._go(vmm)
-        # Its greeting says that the machine is made. Nobody looks at what it says.
+        # It greets while it still makes the machine, but does what it is asked after that. What
+        # it says is not looked at.
+        self._until_said(monitor.fileno(), vmm)
+        try:
+            monitor.send(b'{"execute":"qmp_capabilities"}\n')
+        except BrokenPipeError:
+            pass  # it ended, and then says nothing either
         self._until_said(monitor.fileno(), vmm)
         monitor.close()
         self._starting = False
@@ -277,17 +285,18 @@ class Shim:
         os.close(started.gate)
 
     def _until_said(self, fd: int, started: Started) -> None:
-        """Until a first byte comes, meanwhile doing all else.
+        """Until a line comes, meanwhile doing all else.
 
         Raises:
             LaunchError: the process ended, or says nothing.
         """
         deadline = time.monotonic() + READY_S
-        while True:
+        said = b""
+        while not said.endswith(b"\n") and len(said) < CHUNK:
             ready = self._turn(deadline, fd, self._handles[started.name])
-            if fd in ready and _read_some(fd):
-                return
-            if ready:
+            more = _read_some(fd) if fd in ready else b""
+            said += more
+            if ready and not more:
                 self._drain()
                 raise LaunchError(f"the {started.name} ended at once{self._last_words()}")
             if time.monotonic() > deadline:
@@ -310,12 +319,21 @@ class Shim:
         while vmm is not None:
             waited = (vmm,) if device is None else (vmm, device)
             ready = self._turn(None, *waited)
+            if device in ready and self._device_failed():
+                self._killed_by = self._killed_by or "device-died"
             if vmm in ready:
                 break
             if device in ready:
                 device = None
-                self._kill("device-died")
+                # When a machine ends, its device may be gone first, and is not to blame.
+                if self._killed_by is not None or not self._pump((vmm,), LAST_S):
+                    self._kill("device-died")
         self._finish()
+
+    def _device_failed(self) -> bool:
+        """Whether the device ended for another reason than that the machine did."""
+        code, number = self._status("device")
+        return number is not None or code not in (None, 0, DEVICE_BROKEN)
 
     def _kill(self, by: str) -> None:
         if self._killed_by is None:
@@ -330,7 +348,7 @@ class Shim:
             for fd in rest:
                 procs.send_signal(fd, signal.SIGKILL)
             self._pump(rest, DEAD_S)
-        code, number = self._status()
+        code, number = self._status("vmm")
         if self._killed_by is not None:
             by = self._killed_by
         else:
@@ -341,30 +359,27 @@ class Shim:
         ended = {"code": code, "signal": number, "by": by, "at_ms": at_ms}
         self._set(state="exited", exit=ended)
 
-    def _status(self) -> tuple[int | None, int | None]:
-        """Exit code or signal of the machine; None twice when nobody saw."""
-        started = self._started.get("vmm")
+    def _status(self, name: str) -> tuple[int | None, int | None]:
+        """Exit code or signal of one that is dead; None twice when nobody saw."""
+        started = self._started.get(name)
         if started is None:
             return None, None
         said = b""
         deadline = time.monotonic() + LAST_S
-        while b"exit-code" not in said:
+        while not re.search(rb'"exit-code": *\d+ *\}', said):
             if started.status not in self._turn(deadline, started.status):
-                return self._adopted_status()  # bubblewrap was stopped
+                return self._adopted_status(name)  # bubblewrap was stopped
             more = os.read(started.status, CHUNK)
             if not more:
-                return self._adopted_status()  # bubblewrap was killed
+                return self._adopted_status(name)  # bubblewrap was killed
             said += more
-        for text in said.split(b"\n"):
-            if b"exit-code" in text:
-                status = int(json.loads(text)["exit-code"])
-                return (None, status - 128) if status > 128 else (status, None)
-        return None, None
+        status = int(re.findall(rb'"exit-code": *(\d+)', said)[0])
+        return (None, status - 128) if status > 128 else (status, None)
 
-    def _adopted_status(self) -> tuple[int | None, int | None]:
-        """Without bubblewrap between us, the machine is our own child to wait for."""
+    def _adopted_status(self, name: str) -> tuple[int | None, int | None]:
+        """Without bubblewrap between us, it is our own child to wait for."""
         try:
-            found = os.waitid(os.P_PIDFD, self._handles["vmm"], os.WEXITED | os.WNOHANG)
+            found = os.waitid(os.P_PIDFD, self._handles[name], os.WEXITED | os.WNOHANG)
         except ChildProcessError:
             return None, None
         if found is None:
@@ -552,7 +567,7 @@ def _read_some(fd: int) -> bytes:
     """Empty at the end, however that came."""
     try:
         return os.read(fd, CHUNK)
-    except ConnectionResetError:
+    except (ConnectionResetError, BrokenPipeError):
         return b""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -136,6 +137,11 @@ def test_two_share_their_images_and_nothing_else(place: HelperHouse, client: Cli
         root = Path(f"/proc/{pid(place, name, 'vmm')}/root")
         files[name] = {p.name: p.stat().st_ino for p in (root / "machine").iterdir()}
         links = [os.readlink(p) for p in Path(f"/proc/{pid(place, name, 'vmm')}/fd").iterdir()]
+        assert not [
+            link for link in links
+            if not re.match(r"/dev/null$|pipe:|socket:|anon_inode:|/memfd:|/machine/|.*/data\.img$",
+                            link)
+        ]  # fmt: skip
         disks = {link for link in links if link.endswith("data.img")}
         assert disks == {str(place.state / "instances" / name / "data.img")}
     assert files[one] == files[two]
@@ -272,8 +278,8 @@ def test_shim_and_helper_may_be_killed_together(place: HelperHouse, client: Clie
     os.kill(pid(place, name, "shim"), signal.SIGKILL)
     place.start()
     with place.client() as again:
-        state = place.look(again, name)
-        assert (state["vmm"]["pid"], state["shim"]) == (vmm, True)
+        assert place.look(again, name)["vmm"]["pid"] == vmm
+        until("another shim is there", lambda: place.look(again, name)["shim"])
         os.kill(pid(place, name, "device"), signal.SIGKILL)  # the new one watches as the old did
         assert until_exited(place, again, name)["exit"]["by"] == "device-died"
         again.ask("release", id=name)
@@ -289,7 +295,8 @@ def test_a_device_that_died_with_nobody_watching_ends_the_machine(
         os.kill(pid(place, name, which), signal.SIGKILL)
     place.start()
     with place.client() as again:
-        assert until_exited(place, again, name)["exit"]["by"] == "device-died"
+        # QEMU itself gives up, too, when it misses its device early in a boot.
+        assert until_exited(place, again, name)["exit"]["by"] in ("device-died", "vmm")
     assert [p for p in place.processes() if p != place.process.pid] == []  # type: ignore[union-attr]
 
 

@@ -78,7 +78,7 @@ class HelperHouse:
 
     def __init__(self, *, instances_bytes: int | None = None) -> None:
         before = os.umask(0o077)
-        self.root = Path(tempfile.mkdtemp(prefix="abh.", dir="/tmp"))
+        self.root = Path(tempfile.mkdtemp(prefix="abhelp.", dir="/tmp"))
         self.runtime = self.root / "r"
         self.state = self.root / "s"
         self.runtime.mkdir()
