@@ -11,12 +11,12 @@ import os
 import shutil
 import socket
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from support import built
 from support.until import until
 
 from agent_box.engine.image import manifest, oci
@@ -41,9 +41,8 @@ def program() -> Path:
     found = shutil.which(PACKAGE)
     if found is not None:
         return Path(found)
-    kept = Path(tempfile.gettempdir()) / f"agent-box-tests-{os.getuid()}"
-    kept.mkdir(mode=0o700, exist_ok=True)
-    assert kept.stat().st_uid == os.getuid()
+    kept = built.kept() / "registry"
+    kept.mkdir(exist_ok=True)
     binary = kept / "usr" / "bin" / PACKAGE
     with open(kept / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
