@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,6 +196,18 @@ def test_the_longest_state_fits_a_message_with_room_for_more() -> None:
     }  # fmt: skip
     wire.check(contract.STATE, state)
     assert len(wire.encode(state)) < contract.MESSAGE_BYTES - 49152
+
+
+def test_the_page_names_every_operation_field_state_and_refusal() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "helper.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*)\|", page, re.MULTILINE))
+    for op in contract.OPS:
+        assert rows[op.name].strip() == ", ".join(name for name, _ in op.request.fields)
+    states = dict(contract.STATE.fields)["state"]
+    ends = dict(contract.EXIT.fields)["by"]
+    assert isinstance(states, Word) and isinstance(ends, Word)
+    for word in (*states.words, *ends.words, *contract.ERRORS):
+        assert f"`{word}`" in page, word
 
 
 def test_no_operation_takes_a_path_or_a_descriptor() -> None:
