@@ -196,8 +196,12 @@ class _Connection:
 
     def drain(self, deadline: float) -> None:
         """No request more is read, and what has begun is finished by `deadline`."""
-        self._sock.shutdown(socket.SHUT_RD)
         with self._idle:
+            if not self._over:
+                try:
+                    self._sock.shutdown(socket.SHUT_RD)
+                except OSError:
+                    pass  # it went away
             while self._busy and (left := deadline - time.monotonic()) > 0:
                 self._idle.wait(left)
 

@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from support.helperhouse import Client, HelperHouse, fresh
 from support.until import until
 
-from agent_box.helper import contract, link, proof, wire
+from agent_box.helper import contract, link, proof, server, wire
+from agent_box.helper.ops import Done
 from agent_box.helper.wire import Refused
 
 
@@ -220,15 +221,53 @@ def test_one_that_does_not_read_is_let_go(shared: HelperHouse) -> None:
         well(shared)
 
 
-def test_too_much_at_once_is_refused_by_number(shared: HelperHouse) -> None:
-    with shared.client() as client:
-        for number in range(100):
-            client.sock.send(wire.request(number, wire.OPS["probe"], {}))
-        answers = [wire.read_answer(client.sock.recv(65536)) for _ in range(100)]
-    assert sorted(answer.req for answer in answers) == list(range(100))
-    refused = [answer.refused.code for answer in answers if answer.refused]
-    assert 0 < len(refused) <= 100 - contract.IN_FLIGHT
-    assert set(refused) == {"exhausted"}
+class Slow:
+    """Operations that are done when the test says so."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.may_end = threading.Event()
+        self.table = {op.name: self.do for op in contract.OPS}
+
+    def do(self, _args: dict[str, Any]) -> Done:
+        self.begun.release()
+        assert self.may_end.wait(60)
+        raise Refused("host", "at last")
+
+
+def test_too_much_at_once_is_refused_by_number(tmp_path: Path) -> None:
+    key, slow = os.urandom(32), Slow()
+    fd = os.open(tmp_path, os.O_RDONLY)
+    served = server.Server(fd, key, frozenset({os.geteuid()}), print)
+    reader, writer = os.pipe()
+    ended = threading.Event()
+
+    def serve() -> None:
+        served.serve(cast(Any, slow), reader)
+        ended.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signal, "signal", lambda *_: None)  # it is not in the main thread
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with Client(tmp_path / "sock", key) as client:
+            for number in range(contract.IN_FLIGHT):
+                client.sock.send(wire.request(number, wire.OPS["probe"], {}))
+            for number in (900, 901):
+                client.sock.send(wire.request(number, wire.OPS["probe"], {}))
+                answer = wire.read_answer(client.sock.recv(65536))
+                assert answer.req == number
+                assert answer.refused is not None and answer.refused.code == "exhausted"
+            slow.may_end.set()
+            answers = [wire.read_answer(client.sock.recv(65536)) for _ in range(contract.IN_FLIGHT)]
+            assert sorted(a.req for a in answers) == list(range(contract.IN_FLIGHT))
+            client.sock.send(wire.request(5, wire.OPS["probe"], {}))
+            assert wire.read_answer(client.sock.recv(65536)).req == 5
+        os.close(writer)
+        assert ended.wait(20)
+        thread.join()
+    for each in (reader, fd):
+        os.close(each)
 
 
 def test_a_slow_operation_holds_up_no_list(shared: HelperHouse) -> None:
