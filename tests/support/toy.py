@@ -294,6 +294,7 @@ async def _main(sock: Path, keys_dir: Path, database: Path) -> None:
     print("ready", flush=True)
     await server.drain_asked.wait()
     await server.drained()
+    await asyncio.sleep(0.15)  # as the skeleton does, and for its reason (LAST_WORDS_SECONDS)
     await server.close()
 
 
