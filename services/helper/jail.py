@@ -38,13 +38,14 @@ _DEV_BYTES: Final = 65536
 CODE: Final = "/code"
 MACHINE_FILES: Final = "/machine"
 _MAX_NPROC: Final = 512
+TOLD: Final = 12  # digits of an id in a name
 
 
 class Jail(NamedTuple):
     """What one process sees and may use.
 
     Attributes:
-        name: for messages and as host name.
+        name: what it is, and of which instance; its host name, so that it is seen in `ps`.
         files: shown read-only: a path of the host and its name inside.
         devices: of the host, e.g. ``/dev/kvm``, under the same name.
         families: of the sockets that it may make.
@@ -66,7 +67,14 @@ class Jail(NamedTuple):
         return bpf.program(self.families)
 
 
-def vmm(images: Sequence[tuple[str, str]], *, kvm: bool, memory_mib: int, disk: int) -> Jail:
+def vmm(
+    instance: str,
+    images: Sequence[tuple[str, str]],
+    *,
+    kvm: bool,
+    memory_mib: int,
+    disk: int,
+) -> Jail:
     """The jail of QEMU.
 
     Its images are bound read-only, and the calls that change the rights of files are refused:
@@ -74,12 +82,13 @@ def vmm(images: Sequence[tuple[str, str]], *, kvm: bool, memory_mib: int, disk: 
     machines read.
 
     Args:
+        instance: its id.
         images: name inside `MACHINE_FILES`, and path on the host.
         disk: size of the data disk in bytes, which it cannot make larger.
     """
     memory = memory_mib << 20
     return Jail(
-        name="vmm",
+        name=f"vmm-{instance[:TOLD]}",
         files=tuple((path, f"{MACHINE_FILES}/{name}") for name, path in images),
         devices=("/dev/kvm",) if kvm else (),
         families=(),
@@ -94,10 +103,10 @@ def vmm(images: Sequence[tuple[str, str]], *, kvm: bool, memory_mib: int, disk: 
     )
 
 
-def device(memory_mib: int) -> Jail:
+def device(instance: str, memory_mib: int) -> Jail:
     """The jail of the vsock device, which maps the machine's memory."""
     return Jail(
-        name="vsock-device",
+        name=f"vsock-{instance[:TOLD]}",
         files=code(),
         devices=(),
         families=(),
@@ -108,10 +117,10 @@ def device(memory_mib: int) -> Jail:
     )
 
 
-def worker(broker_directory: str) -> Jail:
+def worker(instance: str, broker_directory: str) -> Jail:
     """The jail of a network worker: the host's network, and its instance's broker socket."""
     return Jail(
-        name="worker",
+        name=f"worker-{instance[:TOLD]}",
         files=(*code(), (broker_directory, "/broker")),
         devices=(),
         families=(bpf.AF_UNIX, bpf.AF_INET, bpf.AF_INET6, bpf.AF_NETLINK),

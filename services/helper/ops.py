@@ -288,7 +288,7 @@ class Ops:
         if found is not None and found.state == "running" and found.lives("vmm"):
             raise Refused("precondition", "its machine is running")
         if directory < 0:
-            if found is not None and not procs.end(found.living(), DEAD_S):
+            if found is not None and not found.end(DEAD_S):
                 raise Refused("unavailable", "a process of it does not end")
             return
         lock = self._lock(directory, SETTLE_S)
@@ -296,7 +296,7 @@ class Ops:
             raise Refused("unavailable", "its shim has not ended yet")
         try:
             found = record.read(held)
-            if found is not None and not procs.end(found.living(), DEAD_S):
+            if found is not None and not found.end(DEAD_S):
                 raise Refused("unavailable", "a process of it does not end")
         finally:
             os.close(lock)
@@ -335,7 +335,7 @@ class Ops:
             Refused: a process does not end.
         """
         same_host = found.boot_id == procs.boot_id()
-        if not procs.end(found.living(), DEAD_S):
+        if not found.end(DEAD_S):
             raise Refused("unavailable", "a process of it does not end")
         if found.state == "starting":
             over = found.change(state="failed", error="it was interrupted while it started")
@@ -362,7 +362,7 @@ class Ops:
                 procs.end([found.procs.get("shim")], DEAD_S)
         held = tuple(fd for fd in (directory, room) if fd >= 0)
         if directory < 0:  # somebody removed it: then there is no lock, but a shim that knows
-            if not procs.end(found.living(), DEAD_S):
+            if not found.end(DEAD_S):
                 raise Refused("unavailable", "a process of it does not end")
             return
         lock = self._lock(directory, SETTLE_S)
@@ -375,7 +375,7 @@ class Ops:
             now = record.read(held) or found
             if now.state in ("starting", "running"):
                 self._conclude(now, held, "kill")
-            elif not procs.end(now.living(), DEAD_S):
+            elif not now.end(DEAD_S):
                 raise Refused("unavailable", "a process of it does not end")
             elif now.exit is not None and now.exit["by"] == "vmm":  # the shim could not know
                 record.write(held, now.change(exit=now.exit | {"by": "kill"}))

@@ -101,7 +101,9 @@ class Probe:
 
 def try_jail() -> str | None:
     """Lets a program run in the jail of a machine; None when it did, else why not."""
-    wanted = jail.vmm((), kvm=False, memory_mib=contract.MIN_MEMORY, disk=contract.MIN_DISK)
+    wanted = jail.vmm(
+        "probe", (), kvm=False, memory_mib=contract.MIN_MEMORY, disk=contract.MIN_DISK
+    )
     try:
         program = wanted.filter()
     except bpf.FilterError as error:

@@ -48,14 +48,25 @@ def find(pid: int) -> Proc | None:
 
     One that is dead but not reaped keeps its number and start time, so its state is looked at.
     """
+    fields = _stat(pid)
+    if fields[0] in (b"Z", b"X", b"x"):
+        return None
+    return Proc(pid, int(fields[19]))
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat from the state on; those of a dead one when it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
-        return None
-    if len(fields) < 20 or fields[0] in (b"Z", b"X", b"x"):
-        return None
-    return Proc(pid, int(fields[19]))
+        fields = []
+    return fields if len(fields) >= 20 else [b"X"] * 20
+
+
+def _children(pid: int) -> list[int]:
+    found = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+    return [each for each in found if _stat(each)[1] == str(pid).encode()]
 
 
 def alive(proc: Proc | None) -> bool:
@@ -109,6 +120,35 @@ def end(found: Iterable[Proc | None], seconds: float) -> bool:
     finally:
         for fd in handles:
             os.close(fd)
+
+
+def end_jail(outer: Proc | None, *, patience: float, seconds: float) -> bool:
+    """Ends what builds and keeps a jail, when what was in it is dead; False when it is there.
+
+    Mostly it ends by itself, since its program is dead or its gate closed. It is not simply
+    killed: the process that it has made for the program may not be the program yet, and then
+    waits for it for ever.
+
+    Args:
+        patience: for it to end by itself.
+        seconds: for each step after that.
+    """
+    if outer is None or (fd := handle(outer)) is None:
+        return True
+    try:
+        if wait([fd], patience):
+            return True
+        send_signal(fd, signal.SIGSTOP)  # so that it makes no other while we look
+        deadline = time.monotonic() + seconds
+        while alive(outer) and _stat(outer.pid)[0] not in (b"T", b"t"):
+            if time.monotonic() > deadline:
+                return False
+            select.select([], [], [], 0.005)
+        end([find(child) for child in _children(outer.pid)], seconds)
+        send_signal(fd, signal.SIGKILL)
+        return wait([fd], seconds)
+    finally:
+        os.close(fd)
 
 
 def spawn(argv: Sequence[str], fds: Sequence[int]) -> int:

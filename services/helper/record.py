@@ -10,11 +10,12 @@ import os
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
-from agent_box.helper import contract, wire
+from agent_box.helper import contract, procs, wire
 from agent_box.helper.procs import Proc, alive, boot_id
 
 FILE: Final = "state.json"
 MAX_BYTES: Final = 16384
+JAIL_S: Final = 3.0  # for what keeps a jail to end by itself
 NAMES: Final = ("shim", "device_jail", "device", "vmm_jail", "vmm", "worker_jail", "worker")
 _PROC: Final = contract.Maybe(
     contract.Struct((("pid", contract.PID), ("start", contract.Int(0, 1 << 62))))
@@ -52,9 +53,20 @@ class Record(NamedTuple):
     def lives(self, name: str) -> bool:
         return self.boot_id == boot_id() and alive(self.procs.get(name))
 
-    def living(self) -> list[Proc]:
-        """All of its processes that live, the shim too."""
-        return [proc for name in NAMES if self.lives(name) and (proc := self.procs[name])]
+    def end(self, seconds: float) -> bool:
+        """Ends all of its processes, the shim too; False when one is still there."""
+        return self.boot_id != boot_id() or end(self.procs, seconds)
+
+
+def end(found: dict[str, Proc | None], seconds: float) -> bool:
+    """Ends processes by their names in a record, but for our own: programs first, then what
+    keeps their jails; False when one is still there."""
+    own = [name for name, proc in found.items() if proc is not None and proc.pid == os.getpid()]
+    rest = {name: proc for name, proc in found.items() if name not in own}
+    jails = [proc for name, proc in rest.items() if name.endswith("_jail")]
+    ended = [procs.end([p for n, p in rest.items() if not n.endswith("_jail")], seconds)]
+    ended += [procs.end_jail(proc, patience=JAIL_S, seconds=seconds) for proc in jails]
+    return all(ended)
 
 
 def write(directories: Iterable[int], record: Record) -> list[OSError]:

@@ -117,6 +117,7 @@ class Shim:
         self._handlers: dict[int, Callable[[], None]] = {}
         self._started: dict[str, Started] = {}
         self._handles: dict[str, int] = {}
+        self._gates: list[int] = []  # those that are still shut
         self._watchers: list[int] = []
         self._killed_by: str | None = None
         self._messages: capped.Writer | None = None
@@ -145,7 +146,7 @@ class Shim:
         ready, ready_end = os.pipe()
         device = self._start(
             "device",
-            jail.device(profile["memory_mib"]),
+            jail.device(order["id"], profile["memory_mib"]),
             jail.python(
                 DEVICE_MODULE,
                 *("--vhost-fd", str(jail.FIRST_FD), "--listen-fd", str(jail.FIRST_FD + 1)),
@@ -169,6 +170,7 @@ class Shim:
         vmm = self._start(
             "vmm",
             jail.vmm(
+                order["id"],
                 [(image["name"], image["path"]) for image in order["images"]],
                 kvm=profile["accel"] == "kvm",
                 memory_mib=profile["memory_mib"],
@@ -233,6 +235,7 @@ class Shim:
         os.lseek(filter_fd, 0, os.SEEK_SET)
         status, status_end = os.pipe()
         gate_end, gate = os.pipe()
+        self._gates.append(gate)
         words, words_end = os.pipe()
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -282,6 +285,7 @@ class Shim:
             os.write(started.gate, jail.GO)
         except BrokenPipeError:
             pass  # whoever waits for its word will see that it ended
+        self._gates.remove(started.gate)
         os.close(started.gate)
 
     def _until_said(self, fd: int, started: Started) -> None:
@@ -354,7 +358,7 @@ class Shim:
         else:
             by = "guest" if code == 0 else "vmm"
         self._drain()
-        self._end_jails()
+        record.end(self._record.procs, DEAD_S)
         at_ms = time.time_ns() // 1_000_000
         ended = {"code": code, "signal": number, "by": by, "at_ms": at_ms}
         self._set(state="exited", exit=ended)
@@ -391,20 +395,12 @@ class Shim:
     def abandon(self, why: str, code: str) -> None:
         """The launch failed: all that was started is killed, and that is written down."""
         self._drain()
-        names = [name for name in record.NAMES if name != "shim"]
-        procs.end([self._record.procs.get(name) for name in names], DEAD_S)
+        for gate in self._gates:
+            os.close(gate)
+        self._gates.clear()
+        record.end(self._record.procs, DEAD_S)
         self._set(state="failed", error=why)
         self._tell(code, why)
-
-    def _end_jails(self) -> None:
-        outer = [s.outer for s in self._started.values()]
-        outer += [p for n in ("vmm_jail", "device_jail") if (p := self._record.procs.get(n))]
-        handles = [fd for proc in outer if (fd := procs.handle(proc)) is not None]
-        if not procs.wait(handles, LAST_S):
-            for fd in handles:
-                procs.send_signal(fd, signal.SIGKILL)
-            procs.wait(handles, DEAD_S)
-        link.close(handles)
 
     # ------------------------------------------------------------------ the loop
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import random
 import select
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from support import procs as proc_facts
+from support.helperhouse import fresh
 from support.until import until
 
 from agent_box.helper import bpf, capped, jail, machine, procs
@@ -101,7 +103,7 @@ def succeeded(results: dict[str, list[Any]]) -> dict[str, str]:
 
 def as_vmm(host: dict[str, Any]) -> Jail:
     images = [(name, str(host["directory"] / name)) for name in ("kernel", "variant")]
-    return jail.vmm(images, kvm=False, memory_mib=MEMORY_MIB, disk=DISK)
+    return jail.vmm("ab" * 16, images, kvm=False, memory_mib=MEMORY_MIB, disk=DISK)
 
 
 def test_nothing_succeeds_from_a_process_started_as_the_vmm(host: dict[str, Any]) -> None:
@@ -123,7 +125,7 @@ def test_nothing_succeeds_from_a_process_started_as_the_vmm(host: dict[str, Any]
 
 def test_nothing_succeeds_from_a_process_started_as_the_device(host: dict[str, Any]) -> None:
     results = attack(
-        jail.device(MEMORY_MIB),
+        jail.device("ab" * 16, MEMORY_MIB),
         host,
         images=[f"{jail.CODE}/agent_box/helper/jail.py"],
         memory=2 * (MEMORY_MIB << 20) + (2 << 30),
@@ -139,7 +141,7 @@ def test_a_worker_reaches_the_network_and_no_more(host: dict[str, Any]) -> None:
     broker = host["directory"] / "broker"
     broker.mkdir()
     results = attack(
-        jail.worker(str(broker)),
+        jail.worker("ab" * 16, str(broker)),
         host,
         images=[],
         memory=2 << 30,
@@ -229,6 +231,33 @@ def test_a_jail_whose_starter_dies_ends_at_its_gate(host: dict[str, Any]) -> Non
     os.close(reader)
 
 
+@pytest.mark.parametrize("stopped", ["at its gate", "while it is built"])
+def test_a_jail_can_be_ended_at_any_time(host: dict[str, Any], stopped: str) -> None:
+    """Also in the moment in which bubblewrap has made a process that waits for it: killed then
+    and there, it would leave that one waiting for ever."""
+    dice = random.Random(3)
+    for _ in range(12 if stopped == "while it is built" else 1):
+        wanted = jail.vmm(fresh(), (), kvm=False, memory_mib=MEMORY_MIB, disk=DISK)
+        filter_fd = os.memfd_create("filter")
+        os.write(filter_fd, wanted.filter())
+        os.lseek(filter_fd, 0, 0)
+        gate_end, gate = os.pipe()
+        null = os.open("/dev/null", os.O_RDWR)
+        pid = procs.spawn(
+            jail.command(wanted, ["/usr/bin/sleep", "1000"]),
+            (null, null, null, filter_fd, null, gate_end),
+        )
+        outer = procs.find(pid)
+        select.select([], [], [], 0.3 if stopped == "at its gate" else dice.uniform(0, 0.006))
+        assert procs.end_jail(outer, patience=0, seconds=20)
+        os.waitpid(pid, 0)
+        for fd in (filter_fd, gate_end, null):
+            os.close(fd)
+        # With the gate still open, so that nothing ends by itself.
+        until("nothing of it is left", lambda w=wanted: not proc_facts.with_word(w.name))
+        os.close(gate)
+
+
 def test_the_status_pipe_ends_with_bubblewrap_and_not_with_the_program(
     host: dict[str, Any],
 ) -> None:
@@ -313,18 +342,22 @@ def test_another_machine_has_no_jail() -> None:
 
 def test_a_jail_outlives_who_started_it_and_shares_nothing() -> None:
     for wanted in (
-        jail.vmm((), kvm=True, memory_mib=64, disk=0),
-        jail.device(64),
-        jail.worker("/run/b"),
+        jail.vmm("ab" * 16, (), kvm=True, memory_mib=64, disk=0),
+        jail.device("ab" * 16, 64),
+        jail.worker("ab" * 16, "/run/b"),
     ):
         words = jail.command(wanted, ["x"])
         assert "--die-with-parent" not in words
         assert "--proc" not in words
         assert {"--as-pid-1", "--new-session", "--unshare-user", "--clearenv"} <= set(words)
-        assert ("--unshare-net" in words) == (wanted.name != "worker")
+        assert ("--unshare-net" in words) == ("worker" not in wanted.name)
         assert "--bind" not in words and "--bind-try" not in words  # nothing writable
-    assert "/dev/kvm" in jail.command(jail.vmm((), kvm=True, memory_mib=64, disk=0), ["x"])
-    assert "/dev/kvm" not in jail.command(jail.vmm((), kvm=False, memory_mib=64, disk=0), ["x"])
+    assert "/dev/kvm" in jail.command(
+        jail.vmm("ab" * 16, (), kvm=True, memory_mib=64, disk=0), ["x"]
+    )
+    assert "/dev/kvm" not in jail.command(
+        jail.vmm("ab" * 16, (), kvm=False, memory_mib=64, disk=0), ["x"]
+    )
 
 
 PROFILE = {

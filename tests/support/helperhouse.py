@@ -20,7 +20,9 @@ from typing import Any
 from support import procs, tinykernel
 from support.until import until
 
-from agent_box.helper import link, proof, wire
+from agent_box.helper import jail, link, proof, wire
+
+_made: list[str] = []
 
 
 class Client:
@@ -186,6 +188,11 @@ class HelperHouse:
     def processes(self) -> list[int]:
         """Every process that has a directory of ours open, or names one, but this one."""
         found = set(procs.with_word(str(self.root)))
+        ids = [each[: jail.TOLD] for each in _made]
+        for pid in procs.all_pids():
+            words = " ".join(procs.cmdline(pid))
+            if "--hostname" in words and any(f"-{each}" in words for each in ids):
+                found.add(pid)
         for pid in procs.all_pids():
             if pid == os.getpid():
                 continue
@@ -220,4 +227,6 @@ class HelperHouse:
 
 
 def fresh() -> str:
-    return secrets.token_hex(16)
+    """An id or a launch; its first digits are in the host name of each jail."""
+    _made.append(secrets.token_hex(16))
+    return _made[-1]
