@@ -18,7 +18,7 @@ from agent_box.bus.keys import KeyPair
 from agent_box.bus.link import Link, pack, prepare, table
 from agent_box.bus.peer import Flow, Peer, Pending
 from agent_box.bus.schema import Contract, Stream, Wire
-from agent_box.bus.sockets import descriptor
+from agent_box.bus.sockets import Context, descriptor
 
 
 class AsyncClient:
@@ -45,7 +45,7 @@ class AsyncClient:
         self.service = service
         self._methods = table(contract)
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context() if context is None else context
+        self._context = Context() if context is None else context
         self._is_own = context is None
         self._peer = Peer(service)
         self._link = Link(self._context, self._peer, sock, secret, server_key)

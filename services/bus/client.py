@@ -18,7 +18,7 @@ from agent_box.bus.keys import KeyPair
 from agent_box.bus.link import SOON_MS, Link, pack, prepare, table
 from agent_box.bus.peer import Flow, Line, Peer
 from agent_box.bus.schema import Contract, Stream, Wire
-from agent_box.bus.sockets import descriptor
+from agent_box.bus.sockets import Context, descriptor
 
 
 class Client:
@@ -50,7 +50,7 @@ class Client:
         self.role = role
         self.service = service
         self._methods = table(contract)
-        self._context = zmq.Context() if context is None else context
+        self._context = Context() if context is None else context
         self._is_own = context is None
         self._peer = Peer(service)
         self._link = Link(self._context, self._peer, sock, secret, server_key)

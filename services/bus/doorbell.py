@@ -19,7 +19,7 @@ import zmq
 from agent_box.bus import wire
 from agent_box.bus.keys import KeyPair
 from agent_box.bus.link import RECONNECT_MAX_MS, RECONNECT_MS
-from agent_box.bus.sockets import descriptor
+from agent_box.bus.sockets import Context, descriptor
 from agent_box.bus.zap import Gate
 
 _RING: Final = struct.Struct(f"!3s{wire.EPOCH_BYTES}sQ")
@@ -135,7 +135,7 @@ class Subscriber:
     """
 
     def __init__(self, *, sock: Path, secret: KeyPair, server_key: bytes) -> None:
-        self._context = zmq.Context()
+        self._context = Context()
         self._bell = _Bell(self._context, sock, secret, server_key)
         self._poller = zmq.Poller()
         self._poller.register(self._bell.socket, zmq.POLLIN)
@@ -169,7 +169,7 @@ class AsyncSubscriber:
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context() if context is None else context
+        self._context = Context() if context is None else context
         self._is_own = context is None
         self._bell = _Bell(self._context, sock, secret, server_key)
         self._rung = asyncio.Event()

@@ -17,7 +17,7 @@ import zmq
 from zmq.utils import z85
 
 from agent_box.bus.keys import KeyPair
-from agent_box.bus.sockets import descriptor
+from agent_box.bus.sockets import Context, descriptor
 
 HANDSHAKE_MS: Final = 5_000  # a connection that has not said who it is by then is closed
 BACKLOG: Final = 1_024
@@ -45,7 +45,7 @@ class Gate:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_refused = on_refused
         self.refused = 0  # handshakes
-        self.context = zmq.Context()
+        self.context = Context()
         self._socket = self.context.socket(zmq.REP)
         self._socket.linger = 0
         try:

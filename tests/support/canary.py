@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -57,9 +58,11 @@ class Canary:
             name = os.fsencode(path.name)
             found += [Found(str(path), f"{form}, in the name") for form in self.within(name)]
             try:
+                if not stat.S_ISREG(path.stat().st_mode):
+                    continue  # a pipe would never end
                 content = path.read_bytes()
             except OSError:
-                continue  # gone meanwhile, or a socket
+                continue  # gone meanwhile
             found += [Found(str(path), form) for form in self.within(content)]
         return found
 
