@@ -1,20 +1,19 @@
 """A whole agent-box with real machines: one image, made once, for every test that boots.
 
 The image is taken from `AGENT_BOX_TEST_IMAGES`, the `images` directory of some state
-directory, where that is set. Otherwise it is built once and kept below the account's cache.
+directory, where that is set. Otherwise it is the one that `built` keeps.
 Machines run emulated, so that every host gives the same result.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
-from support import procs
+from support import built, procs
 from support.live import Live
 from support.until import until
 
@@ -33,23 +32,7 @@ START_S = 180.0  # a bound on a hang: emulated, and the host may be busy
 def images() -> Path:
     """The directory with the image `base`."""
     given = os.environ.get("AGENT_BOX_TEST_IMAGES")
-    if given:
-        return Path(given)
-    cache = Path.home() / ".cache" / "agent-box-tests"
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(cache / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        made = cache / "agent-box" / "images"
-        built = _run_build(cache) if not (made / "manifests" / "base").exists() else None
-        assert built is None or built.exit == 0, built
-    return made
-
-
-def _run_build(cache: Path) -> Any:
-    from support import cli
-
-    env = {**os.environ, "XDG_STATE_HOME": str(cache)}
-    return cli.run("image", "build", "base", env=env, timeout=1200)
+    return Path(given) if given else built.ready()[0].images
 
 
 class Machines(Live):

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import built, images
+from support import built, images, procs
 from support.until import until
 
 from agent_box.engine.image import blobs, boxguest, build, debian, definition, inside, manifest
@@ -170,7 +170,7 @@ def test_killed_half_way(
     process.send_signal(number)
     process.wait()
     if number == signal.SIGINT:
-        until("it is gone too", lambda: not Path(f"/proc/{pid}").exists())
+        until("it is gone too", lambda: procs.state(pid) in "XZ")
         unharmed(paths)
         return
     os.kill(pid, signal.SIGKILL)
