@@ -52,7 +52,7 @@ class Probe:
         qemu = None if (path := machine.program()) is None else _version(path)
         if path is None or qemu is None:
             gap("engine-missing", "qemu-system-x86_64 is missing: install qemu-system-x86")
-        elif machine.VSOCK not in _run([path, "-device", f"{machine.VSOCK},help"])[1]:
+        elif _run([path, "-device", f"{machine.VSOCK},help"])[0] != 0:
             gap("engine-missing", f"{qemu} has no {machine.VSOCK}")
         tsc: int | None = None
         try:

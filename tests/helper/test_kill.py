@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import random
 import signal
@@ -228,6 +229,33 @@ def test_a_shim_whose_disk_fails_tells_and_leaves_nothing_running(still: HelperH
         ended = syscalls.run(prepared(), at=at, error=errno.ENOSPC)
         assert os.waitstatus_to_exitcode(ended.status) in (0, 1), ended
         settle(still, name, {"allocated", "running", "exited", "failed"})
+
+
+def test_the_helper_may_be_killed_while_it_finds_again_what_runs(still: HelperHouse) -> None:
+    """The machine lost its shim, and then the helper again and again."""
+    still.start()
+    with still.client() as client:
+        name, launch = still.machine(client)
+        vmm = still.look(client, name)["vmm"]
+    still.stop()
+    made = ops(still)
+
+    def lose() -> None:
+        found = json.loads((still.state / "instances" / name / "state.json").read_text())
+        shim_proc = procs.Proc(**found["procs"]["shim"])
+        procs.end([shim_proc], 10)
+
+    lose()
+    for at in points(made.recover, lose, 20):
+        syscalls.run(made.recover, at=at)
+        lose()
+    still.start()
+    with still.client() as client:
+        until("it has a shim again", lambda: still.look(client, name)["shim"])
+        assert still.look(client, name)["vmm"] == vmm
+        assert client.ask("kill", id=name, launch_id=launch)["state"] == "exited"
+        client.ask("release", id=name)
+    until("nothing is left", lambda: still.leftovers() == [], seconds=30)
 
 
 @pytest.mark.parametrize("seed", range(3))
