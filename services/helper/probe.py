@@ -52,7 +52,7 @@ class Probe:
         qemu = None if (path := machine.program()) is None else _version(path)
         if path is None or qemu is None:
             gap("engine-missing", "qemu-system-x86_64 is missing: install qemu-system-x86")
-        elif _run([path, "-device", f"{machine.VSOCK},help"])[0] != 0:
+        elif not _has(path, machine.VSOCK):
             gap("engine-missing", f"{qemu} has no {machine.VSOCK}")
         tsc: int | None = None
         try:
@@ -147,6 +147,12 @@ def kvm_answers() -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def _has(qemu: str, device: str) -> bool:
+    """QEMU ends well also when it does not know the device; but then it lists no options."""
+    code, said = _run([qemu, "-device", f"{device},help"])
+    return code == 0 and f"{device} options:" in said
 
 
 def _version(program: str, option: str = "--version") -> str | None:
