@@ -182,7 +182,7 @@ def qemu(accel: str | None) -> Iterator[Line]:
         return
     version = said.partition("\n")[0].removeprefix("QEMU emulator version ").strip()
     code, said = run([program, "-device", f"{VSOCK},help"])
-    if code != 0 or VSOCK not in said:
+    if code != 0 or f"{VSOCK} options:" not in said:
         value = f"qemu {version} has no {VSOCK}: {last_line(said)}"
         yield gap("engine", value, "engine-missing", "qemu -device help")
         return
