@@ -178,6 +178,20 @@ def command(jail: Jail, argv: Sequence[str]) -> list[str]:
     return [*words, "--", "/bin/sh", "-c", _GATE, "gate", *argv]
 
 
+def status_pipe() -> tuple[int, int]:
+    """A pipe for `STATUS_FD`: the reading end, and the one for bubblewrap.
+
+    That one can be read from, too, so that the pipe has a reader as long as bubblewrap lives.
+    Else, when we die while it builds a jail, it would be ended by its own word to us, and the
+    process that it has made would wait for it for ever.
+    """
+    reader, writer = os.pipe()
+    try:
+        return reader, os.open(f"/proc/self/fd/{reader}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(writer)
+
+
 def limit(pid: int, jail: Jail) -> None:
     """Sets the limits of a process that waits at its gate; never above what there is.
 

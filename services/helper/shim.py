@@ -233,7 +233,7 @@ class Shim:
         filter_fd = os.memfd_create("filter", os.MFD_CLOEXEC)
         os.write(filter_fd, program)
         os.lseek(filter_fd, 0, os.SEEK_SET)
-        status, status_end = os.pipe()
+        status, status_end = jail.status_pipe()
         gate_end, gate = os.pipe()
         self._gates.append(gate)
         words, words_end = os.pipe()

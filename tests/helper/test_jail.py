@@ -258,6 +258,35 @@ def test_a_jail_can_be_ended_at_any_time(host: dict[str, Any], stopped: str) -> 
         os.close(gate)
 
 
+@pytest.mark.parametrize("reader", ["stays", "goes"])
+def test_a_jail_whose_starter_dies_while_it_is_built_ends(reader: str) -> None:
+    """Nobody reads what bubblewrap tells, and the gate is closed."""
+    for _ in range(8):
+        wanted = jail.vmm(fresh(), (), kvm=False, memory_mib=MEMORY_MIB, disk=DISK)
+        filter_fd = os.memfd_create("filter")
+        os.write(filter_fd, wanted.filter())
+        os.lseek(filter_fd, 0, 0)
+        gate_end, gate = os.pipe()
+        status, status_end = jail.status_pipe()
+        null = os.open("/dev/null", os.O_RDWR)
+        if reader == "goes":
+            os.close(status)
+        pid = procs.spawn(
+            jail.command(wanted, ["/usr/bin/sleep", "1000"]),
+            (null, null, null, filter_fd, status_end, gate_end),
+        )
+        for fd in (filter_fd, gate_end, gate, null, status_end):
+            os.close(fd)
+        until("it has ended", lambda p=pid: proc_facts.state(p) in "XZ")
+        assert os.waitpid(pid, 0)[1] != 0
+        if reader == "stays":
+            assert b"child-pid" in os.read(status, 4096)
+            while os.read(status, 4096):  # and then it ends, with bubblewrap
+                pass
+            os.close(status)
+        assert not proc_facts.with_word(wanted.name)
+
+
 def test_the_status_pipe_ends_with_bubblewrap_and_not_with_the_program(
     host: dict[str, Any],
 ) -> None:
