@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -122,9 +121,9 @@ def try_jail() -> str | None:
         )
         found = os.pidfd_open(pid)
         ended = procs.wait([found], SECONDS)
-        if not ended:
-            procs.send_signal(found, signal.SIGKILL)
         os.close(found)
+        if not ended:
+            procs.end_jail(procs.find(pid), patience=0, seconds=SECONDS)
         _, status = os.waitpid(pid, 0)
         os.set_blocking(words, False)
         said = os.read(words, 4096) if select.select([words], [], [], 0)[0] else b""
