@@ -423,8 +423,15 @@ class Life:
         carries it and the journal tells why. One that has bindings is for nothing without.
 
         Raises:
-            Refusal: its bindings cannot be served.
+            Refusal: its bindings cannot be served, or its project hook is required and nothing
+                runs it yet: a setting that is not in force must not look as if it were.
         """
+        if record.hook_required:
+            raise Refusal(
+                Reason.ENGINE_UNAVAILABLE,
+                f"{record.name} was made with hook_required = true, and this version runs no hook",
+                facts={"gap": "hook"},
+            )
         up = broker.InstanceUp(
             instance=record.id, name=record.name, boot=record.boots, bindings=record.bindings
         )

@@ -195,7 +195,7 @@ def test_a_drained_service_is_waited_for_until_the_next_one_is_there(toy_process
     with place.client() as client, place.client() as admin:
         busy = after(0, lambda: place.client().call("later", Number(n=700)))
         client.call("ping", Empty())
-        time.sleep(0.2)
+        time.sleep(0.2)  # not a wait: the drain shall come while the other call is under way
         admin.call("drain", Empty())
         next_ = threading.Thread(target=lambda: (place.process.wait(), place.spawn()))  # type: ignore[union-attr]
         next_.start()

@@ -67,7 +67,7 @@ def test_probe_finds_nothing_missing(machines: Machines) -> None:
 
 def test_pause_and_resume_keep_the_guests_clock(machines: Machines, machine: str) -> None:
     assert machines.engine("pause", machines.vmm(machine)).state == "paused"
-    time.sleep(4)
+    time.sleep(4)  # the pause itself
     resumed = time.monotonic()
     assert machines.engine("resume", machines.vmm(machine)).state == "running"
     provisioned = machines.set_time(machine)
@@ -184,7 +184,7 @@ def test_a_killed_helper_is_waited_for(machines: Machines, machine: str) -> None
         machines.kill_helper()
         with ThreadPoolExecutor(1) as pool:
             changing = pool.submit(machines.engine, change, machines.vmm(machine))
-            time.sleep(0.3)
+            time.sleep(0.3)  # how long the helper is away
             machines.start_helper()
             wanted = "paused" if change == "pause" else "running"
             assert changing.result(30).state == wanted

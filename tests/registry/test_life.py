@@ -133,6 +133,19 @@ def test_bindings_without_a_broker_refuse_the_start() -> None:
     assert "no-network" not in world.kinds()
 
 
+def test_a_hook_that_is_required_and_cannot_run_refuses_the_start() -> None:
+    from dataclasses import replace
+
+    profiles = {n: replace(p, hook_required=True) for n, p in CONFIG.profiles.items()}
+    world = World(config=replace(CONFIG, profiles=profiles), surrounded=True)
+    core, id = made(world)
+    failed = do(world, core, "start").failed
+    assert failed is not None and failed.reason == "engine-unavailable"
+    assert "hook_required" in failed.message
+    assert state(core) == "stopped" and world.holds[id] == "stopped"
+    assert not [c for c in world.done if isinstance(c, deciding.EngineBoot)]
+
+
 def test_with_broker_and_netstack_there_is_a_network() -> None:
     world = World(config=CONFIG, surrounded=True)
     core, _ = made(world)
