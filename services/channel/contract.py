@@ -12,7 +12,7 @@ where it stopped; nothing is lost or doubled when the caller or this service sta
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from agent_box.bus.schema import Contract, Data, Empty, Event, Kind, Method, Stream, Wall, Wire
 
@@ -54,15 +54,25 @@ class Size(Wire, frozen=True):
     columns: int
 
 
+# What a caller of attach or exec keeps to (docs/terminals.md).
+CHUNK_MAX: Final = 1 << 16  # bytes of data in one item, either way
+INPUT_MAX: Final = 1 << 18  # bytes of input that may be under way beyond `taken`
+SEEN_EVERY: Final = 1 << 18  # bytes of output after which it must be acknowledged; sooner is fine
+
+
 class Attach(Wire, frozen=True):
     instance: str
-    terminal: str | None  # an existing one to join; None opens a new one
-    offset: int  # of the first output byte wanted; 0 with a new terminal
-    shell: bool  # a shell; otherwise the harness's own terminal program
+    terminal: str  # its id: 1 to 32 lowercase hex digits, drawn by the caller for a new one
+    new: bool  # begin it, unless it is there already; otherwise it is joined, or NOT_FOUND
+    offset: int  # of the first output byte wanted; 0 is the oldest that is kept
+    shell: bool  # a shell, or `argv`; otherwise the harness's own terminal program
+    argv: list[bytes]  # empty: the login shell. Without meaning when joining, as all below
     user: Literal["agent", "root"]
     directory: str | None  # in the guest; None is the usual one
+    environment: list[Variable]  # on top of what the guest sets
+    timeout_ms: int | None
     term: str  # the value of TERM
-    size: Size
+    size: Size  # before the first byte, when joining too
 
 
 class Typed(Wire, frozen=True):
@@ -75,7 +85,7 @@ class Typed(Wire, frozen=True):
 class Shown(Wire, frozen=True):
     terminal: str  # its id, for joining it again
     offset: int  # of `data` in all that this terminal put out
-    data: bytes
+    data: bytes  # empty in the first item, which comes at once, and when only `taken` changed
     taken: int  # input up to here has arrived
 
 
@@ -90,6 +100,7 @@ class Terminal(Wire, frozen=True):
     terminal: str
     user: Literal["agent", "root"]
     attached: bool
+    command: str  # what was begun in it, for a person; the guest's claim
 
 
 class Terminals(Wire, frozen=True):
@@ -98,9 +109,14 @@ class Terminals(Wire, frozen=True):
 
 class Exec(Wire, frozen=True):
     instance: str
-    argv: list[bytes]
+    command: str  # its id: 1 to 32 lowercase hex digits, drawn by the caller
+    new: bool  # begin it, unless it is there already; otherwise it is joined, or NOT_FOUND
+    stdout: int  # of the first byte wanted of each; 0 in the beginning
+    stderr: int
+    argv: list[bytes]  # searched in PATH; without meaning when joining, as all below
     user: Literal["agent", "root"]
     directory: str | None
+    environment: list[Variable]
     timeout_ms: int | None
 
 
@@ -108,13 +124,16 @@ class ExecInput(Wire, frozen=True):
     offset: int
     data: bytes
     end: bool  # no more standard input after this
-    signal: int | None  # one to send to the command
+    signal: int | None  # one to send to the command's process group
+    stdout: int  # output up to here has arrived of each; the guest may forget it
+    stderr: int
 
 
 class ExecOutput(Wire, frozen=True):
     source: Literal["stdout", "stderr"]
     offset: int  # within its source
-    data: bytes
+    data: bytes  # empty in the first item, which comes at once, and when only `taken` changed
+    taken: int  # input up to here has arrived
 
 
 class Run(Wire, frozen=True):
