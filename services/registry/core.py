@@ -148,8 +148,6 @@ class Core:
                 again later.
         """
         yield from self.interrupted()
-        if not self._records:
-            return
         there = yield from self.survey()
         failed: Refusal | None = None
         for id in [record.id for record in self._idle()]:

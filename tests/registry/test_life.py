@@ -731,6 +731,29 @@ def test_a_stray_that_was_ours_and_deleted_is_removed() -> None:
     assert world.kinds()[-1] == "stray-removed"
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_a_dead_engine_still_had_allocated_for_a_create_is_removed(others: int) -> None:
+    """The engine is killed in the middle of a create, while the helper has its request. The
+    create is undone: nothing is there to be deleted, and the list says so. Then the helper
+    does what it was asked for."""
+    world = World()
+    for number in range(others):
+        made(world, f"other{number}")
+    core = world.core()
+    world.play(core.reconcile())
+    id = "c" * 32
+    world.fail = lambda n, c: (
+        Refusal(Reason.CONNECTION_LOST, "lost") if isinstance(c, deciding.EngineCreate) else None
+    )
+    with pytest.raises(Refusal) as told:
+        world.play(core.create(create("late"), id=id, now_ms=5))
+    assert told.value.exit == 10 and id not in world.records and id not in world.holds
+    world.holds[id] = "stopped"
+    world.play(core.reconcile())
+    assert id not in world.holds and core.rows().strays == []
+    assert world.kinds()[-1] == "stray-removed"
+
+
 def test_a_stray_that_nobody_knows_is_told_of_once_and_left_alone() -> None:
     world = World()
     core, _ = made(world)

@@ -89,7 +89,7 @@ class Machines(Live):
     def walls(self) -> list[int]:
         """The bubblewraps round the VMMs of this agent-box, one each: their arguments name the
         image that they let in, and what runs inside them is their child."""
-        return [pid for pid in procs.with_word(str(self.home)) if "vmm" in procs.cmdline(pid)]
+        return [pid for pid in procs.with_word(str(self.home)) if _is_wall(procs.cmdline(pid))]
 
     def kill(self, program: str) -> None:
         """SIGKILL to a service, to the helper, or to supervisord."""
@@ -107,3 +107,8 @@ class Machines(Live):
                     self.run("delete", row["name"], "--force", timeout=60)
         finally:
             super().close()
+
+
+def _is_wall(words: list[str]) -> bool:
+    """Whether the host name within it is that of a VMM's jail (`helper.jail.Jail.name`)."""
+    return "--hostname" in words and words[words.index("--hostname") + 1].startswith("vmm-")
