@@ -7,7 +7,7 @@ operator's rights, and services boot what it put there.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from agent_box.cli.probes import Line
     from agent_box.cli.values import ImageSource
     from agent_box.config.model import Config
-    from agent_box.engine.image.cache import Held, Image, Verdict
+    from agent_box.config.presets import Preset
+    from agent_box.engine.image import layers
+    from agent_box.engine.image.cache import Held, Image, Tier, Verdict
+    from agent_box.engine.image.layers import Kept
     from agent_box.engine.image.manifest import Manifest
     from agent_box.process.paths import Paths
     from agent_box.registry.contract import Rows
@@ -30,11 +33,7 @@ ASK_S: Final = 5.0  # for the registry, where the answer can also be that nobody
 def build(
     out: Render, *, variants: list[str], mirror: str | None, guest: bool, harness: str | None
 ) -> None:
-    """Builds variants, or only their drive `guest`, one after another."""
-    if harness is not None:
-        raise Failure(
-            70, "not-implemented", "image build --harness is not implemented yet", entry="harness"
-        )
+    """Builds variants, or only their drive `guest`, and the layer of a harness."""
     from agent_box.engine.image import build as building
     from agent_box.engine.image import definition
 
@@ -42,7 +41,8 @@ def build(
     tell = _quiet if out.json else out.progress
     built = []
     with _told():
-        names = variants or ["base"]
+        names = variants or ([] if harness is not None else ["base"])
+        preset = None if harness is None else _preset(harness)
         definitions = [] if guest else [definition.load(name, config_dir) for name in names]
         for number, name in enumerate(names):
             if guest:
@@ -56,7 +56,50 @@ def build(
                     "phases": {k: round(v * 1000) for k, v in done.phases.items()},
                 }
             )
-    out.result({"images": built}, "\n".join(map(_line, built)))
+        layer = None if preset is None else _layer(here, preset, tell)
+    lines = list(map(_line, built))
+    if layer is not None:
+        lines.append(_layer_line(layer))
+    out.result({"images": built, "layer": layer}, "\n".join(lines))
+
+
+def _preset(name: str) -> Preset:
+    from agent_box.config import presets
+
+    try:
+        return presets.load(name)
+    except LookupError as error:
+        raise Failure(3, "not-found", str(error.args[0]), harness=name) from None
+
+
+def _layer(here: Paths, preset: Preset, tell: Callable[[str], None]) -> dict[str, Any]:
+    from agent_box.engine.image import harness as layering
+
+    kept, changed, phases = layering.build(here, preset, tell=tell)
+    return {
+        **_layered(kept),
+        "changed": changed,
+        "phases": {k: round(v * 1000) for k, v in phases.items()},
+    }
+
+
+def _layered(kept: Kept) -> dict[str, Any]:
+    return {
+        "harness": kept.layer.harness,
+        "digest": kept.layer.drive.sha256,
+        "manifest": kept.sha256,
+        "packages": kept.layer.count,
+        "size": kept.size,
+    }
+
+
+def _layer_line(layer: dict[str, Any]) -> str:
+    same = "" if layer.get("changed", True) else ", as it was"
+    number = layer["packages"]
+    return (
+        f"harness {layer['harness']}: sha256 {layer['digest']}, {number} "
+        f"package{'' if number == 1 else 's'}, {layer['size'] >> 20} MiB{same}"
+    )
 
 
 def pull(out: Render, *, sources: list[ImageSource]) -> None:
@@ -94,10 +137,10 @@ def pull(out: Render, *, sources: list[ImageSource]) -> None:
 
 def list_images(out: Render) -> None:
     """The cached images, and the instances that record each where a daemon can tell."""
-    from agent_box.engine.image import cache
+    from agent_box.engine.image import cache, layers
 
     here, _ = _place()
-    held = cache.held(here)
+    held, kept = cache.held(here), layers.held(here)
     rows = recorded(link.place())
     images = []
     for image in held.images:
@@ -112,9 +155,21 @@ def list_images(out: Render) -> None:
                 "instances": users,
             }
         )
-    result = {"images": images, "problems": _problems(held)}
-    out.result(result, _list_text(images))
-    for sha256, why in held.bad.items():
+    layered = [
+        {
+            **_layered(each),
+            "current": each.current,
+            "format": cache.FORMAT,
+            "instances": None if rows is None else _layer_users(rows, each),
+        }
+        for each in kept.layers
+    ]
+    problems = [*_problems(held), *_problems(kept)]
+    out.result(
+        {"images": images, "layers": layered, "problems": problems},
+        _list_text([*images, *({**x, "variant": f"harness {x['harness']}"} for x in layered)]),
+    )
+    for sha256, why in (held.bad | kept.bad).items():
         out.warning(f"{why} ({sha256[:12]})")
 
 
@@ -124,7 +179,7 @@ def verify(out: Render, *, variants: list[str]) -> None:
     Raises:
         Failure: exit 3; a file is corrupt or gone. The digests stand in the error.
     """
-    from agent_box.engine.image import blobs, cache, oci
+    from agent_box.engine.image import blobs, cache, layers, oci
     from agent_box.engine.image.manifest import ImageMissing
 
     here, config_dir = _place()
@@ -140,21 +195,29 @@ def verify(out: Render, *, variants: list[str]) -> None:
         verdicts = cache.verify(
             here, chosen, oci.keys(config_dir), _quiet if out.json else out.progress
         )
-        corrupt, gone = _bad(verdicts)
+        kept = layers.Held([], {}) if variants else layers.held(here)
+        tiers = cache.verify_layers(here, kept.layers)
+        corrupt, gone = _bad(verdicts, kept, tiers)
         cache.discard(here, corrupt)
     judged = [_judged(verdict) for verdict in verdicts]
     facts: dict[str, Any] = {
         "images": judged,
+        "layers": [
+            {**_layered(each), "current": each.current, "files": tiers[each.sha256]}
+            for each in kept.layers
+        ],
         "corrupt": corrupt,
         "missing": gone,
-        "problems": _problems(held),
+        "problems": [*_problems(held), *_problems(kept)],
     }
-    text = "\n".join(map(_verdict_text, verdicts)) or "no image is cached"
-    if corrupt or gone or held.bad:
+    lines = [*map(_verdict_text, verdicts), *(_tiers_text(k, tiers) for k in kept.layers)]
+    text = "\n".join(lines) or "no image is cached"
+    if corrupt or gone or held.bad or kept.bad:
         told = [
             *(f"{digest} did not match and was removed" for digest in corrupt),
             *(f"{digest} is gone" for digest in gone),
             *held.bad.values(),
+            *kept.bad.values(),
         ]
         raise Failure(3, "image-digest-mismatch", "; ".join(told), text=text, **facts)
     out.result(facts, text)
@@ -358,7 +421,7 @@ def _users(rows: Rows, image: Image) -> list[str]:
     ]
 
 
-def _problems(held: Held) -> list[dict[str, str]]:
+def _problems(held: Held | layers.Held) -> list[dict[str, str]]:
     return [{"manifest": sha256, "problem": why} for sha256, why in held.bad.items()]
 
 
@@ -380,14 +443,30 @@ def _list_text(images: list[dict[str, Any]]) -> str:
     return table(("VARIANT", "SHA256", "FORMAT", "SIZE", "INSTANCES"), rows)
 
 
-def _bad(verdicts: list[Verdict]) -> tuple[list[str], list[str]]:
+def _bad(
+    verdicts: list[Verdict], kept: layers.Held, tiers: dict[str, dict[str, Tier]]
+) -> tuple[list[str], list[str]]:
     """Digests of files that are corrupt, and of those that are gone."""
     found: dict[str, set[str]] = {"mismatch": set(), "missing": set(), "verified": set()}
     for verdict in verdicts:
         parts = verdict.image.manifest.parts
         for what, tier in verdict.files.items():
             found[tier].add(parts[what].sha256)
+    for each in kept.layers:
+        for what, tier in tiers[each.sha256].items():
+            found[tier].add(each.layer.parts[what].sha256)
     return sorted(found["mismatch"]), sorted(found["missing"])
+
+
+def _tiers_text(kept: Kept, tiers: dict[str, dict[str, Tier]]) -> str:
+    bad = [f"{what} {tier}" for what, tier in tiers[kept.sha256].items() if tier != "verified"]
+    name = f"harness {kept.layer.harness}" + ("" if kept.current else " (older)")
+    return ", ".join([f"{name}, sha256 {kept.layer.drive.sha256}", *(bad or ["tier 1 verified"])])
+
+
+def _layer_users(rows: Rows, kept: Kept) -> list[str]:
+    """The instances that boot with this layer."""
+    return [r.name for r in rows.instances if r.images.harness == kept.layer.drive.sha256]
 
 
 def _judged(verdict: Verdict) -> dict[str, Any]:

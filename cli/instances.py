@@ -56,7 +56,7 @@ def make(
     _refuse_more_than_the_host(memory if memory is not None else chosen.memory)
     with link.service("registry", out) as registry:
         try:  # whether there is one, before anything is locked
-            _images(here.paths, chosen.image)
+            _images(here.paths, chosen)
         except Refusal:
             _refuse_taken(registry, name)
             raise
@@ -68,7 +68,7 @@ def make(
                 memory=memory,
                 disk=disk,
                 image=chosen.image,
-                images=_images(here.paths, chosen.image),
+                images=_images(here.paths, chosen),
             )
             row = registry.call("create", request)
     assert isinstance(row, Row)
@@ -152,23 +152,40 @@ def _profile(here: link.Place, name: str | None) -> Profile:
     return found
 
 
-def _images(paths: Paths, variant: str) -> Images:
-    """The files that the variant is now. Whoever starts a machine hashes each.
+def _images(paths: Paths, profile: Profile) -> Images:
+    """The files that the variant and the layer of the harness are now. Whoever starts a machine
+    hashes each.
 
     Raises:
-        Refusal: there is no such image, or a file of it is gone; says what to do.
+        Refusal: there is no such image or layer, or a file of it is gone; says what to do.
     """
     from agent_box.engine.image import manifest
     from agent_box.registry.contract import Images
 
-    found = manifest.find(paths, variant)
+    found = manifest.find(paths, profile.image)
     return Images(
         kernel=found.kernel.sha256,
         initramfs=found.initramfs.sha256,
         variant=found.variant.sha256,
         guest=found.guest.sha256,
-        harness=None,
+        harness=_layer(paths, profile.harness),
     )
+
+
+def _layer(paths: Paths, harness: str | tuple[str, ...] | None) -> str | None:
+    """The drive of a harness; None where the variant brings what there is.
+
+    Raises:
+        Refusal: it is not built; says what to do.
+    """
+    if not isinstance(harness, str):
+        return None
+    from agent_box.config import presets
+    from agent_box.engine.image import layers
+
+    if presets.load(harness).layer == "none":
+        return None
+    return layers.find(paths, harness).drive.sha256
 
 
 def _refuse_taken(registry: Client, name: str) -> None:

@@ -526,14 +526,12 @@ VERBS: Final[tuple[Verb, ...]] = (
             ),
             option("--mirror", "URL", values.line, "instead of the mirrors of this host's apt"),
             switch("--guest", "only the drive with agent-box's own code, of images that exist"),
-            option(
-                "--harness", "NAME", values.name, "also the layer of this harness; not built yet"
-            ),
+            option("--harness", "NAME", values.name, "the layer of this harness"),
         ),
         body="images:build",
         detail=(
             "Variants are base, python, node, rust, and the files variants/NAME.toml beside the "
-            "config file."
+            "config file. With --harness and no variant, only the layer is built."
         ),
     ),
     Verb("image list", IMAGES, "The cached images and who uses them.", body="images:list_images"),

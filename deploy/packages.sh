@@ -5,6 +5,7 @@ packages=(
   python3 python3-venv bubblewrap libseccomp2 ca-certificates
   qemu-system-x86 e2fsprogs # machines and their data disks
   mmdebstrap erofs-utils uidmap debian-archive-keyring # images are built by these
+  npm # fetches the packages of harnesses
 )
 python=/usr/bin/python3 # the system's own: others may lie where another account cannot read
 

@@ -52,7 +52,11 @@ def files(paths: Paths) -> set[str]:
 
 
 def test_nothing_is_cached(home: Home) -> None:
-    assert home.run("image", "list", "--json").result == {"images": [], "problems": []}
+    assert home.run("image", "list", "--json").result == {
+        "images": [],
+        "layers": [],
+        "problems": [],
+    }
     assert home.run("image", "list").out == (
         "no image is cached; `agent-box image build` makes one\n"
     )

@@ -62,7 +62,7 @@ LINES: list[tuple[str, str, int]] = [
     ("image verify", "", 0),
     ("image verify gone", "", 3),
     ("image build gone", "", 3),
-    ("image build --harness codex", "", 70),
+    ("image build --harness gone", "", 3),
     ("image pull", "", 3),
     ("image gc", "", 0),
     ("service list", "", 0),

@@ -74,6 +74,9 @@ def test_the_wheel_holds_every_module_and_every_file_that_they_read(wheel: Path)
     wanted = {"agent_box/py.typed", "agent_box/bus/policy.toml", "agent_box/engine/image/init.sh"}
     for variant in (ROOT / "services/engine/image/variants").glob("*.toml"):
         wanted.add(f"agent_box/engine/image/variants/{variant.name}")
+    for file in (ROOT / "services/config/harnesses").iterdir():
+        if file.suffix in (".toml", ".json"):
+            wanted.add(f"agent_box/config/harnesses/{file.name}")
     for module in ours():
         parts = module.path.split("/")
         wanted.add("/".join(["agent_box", *(parts[1:] if parts[0] == "services" else parts)]))

@@ -51,7 +51,9 @@ def make(paths: Paths) -> None:
         PathsError: one cannot be made, or is open to others.
     """
     make_private(paths.state)  # it may be the first thing that is ever made here
-    for name in ("", "blobs", "blobs/sha256", "manifests", "work", "partial", "keys", "trusted"):
+    for name in ("", "blobs", "blobs/sha256", "manifests", "layers", "work", "partial"):
+        make_private(paths.images / name)
+    for name in ("keys", "trusted"):
         make_private(paths.images / name)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from agent_box.engine.image import blobs, manifest
+from agent_box.engine.image import blobs, layers, manifest
 from agent_box.engine.image.manifest import ImageCorrupt, ImageMissing, Manifest, Signed
 from agent_box.process.paths import Paths
 
@@ -128,6 +128,14 @@ def verify(
     return verdicts
 
 
+def verify_layers(paths: Paths, kept: Iterable[layers.Kept]) -> dict[str, dict[str, Tier]]:
+    """The same for layers of harnesses: of each, by its sha256, how each of its files is."""
+    return {
+        each.sha256: {w: _tier(paths, part.sha256) for w, part in each.layer.parts.items()}
+        for each in kept
+    }
+
+
 def _tier(paths: Paths, sha256: str) -> Tier:
     try:
         found = blobs.hash_file(paths.blob(sha256))
@@ -157,7 +165,7 @@ def collect(paths: Paths, used: Collection[str]) -> Removed:
 
     Args:
         used: sha256 of each file that a record of an instance names. An image whose variant
-            drive is one of them stays whole.
+            drive is one of them stays whole, and so does a harness's layer.
 
     Raises:
         OSError: one cannot be removed.
@@ -167,10 +175,12 @@ def collect(paths: Paths, used: Collection[str]) -> Removed:
         if image.manifest.variant.sha256 in used:
             manifests.add(image.sha256)
             files |= {part.sha256 for part in image.manifest.parts.values()}
+    forgotten, of_layers = layers.collect(paths, used)
+    files |= of_layers
     for name, sha256 in manifest.current(paths).items():
         if sha256 not in manifests:
             (paths.images / "manifests" / name).unlink()
-    removed = Removed([], [], 0)
+    removed = Removed(forgotten, [], 0)
     for sha256 in manifest.all_of(paths):
         if sha256 not in manifests:
             (paths.images / "manifests" / f"{sha256}.json").unlink()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -95,7 +95,7 @@ class Signed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _DECODER: Final = msgspec.json.Decoder(Signed, strict=True)
 
 
-def canonical(manifest: Manifest) -> bytes:
+def canonical(manifest: msgspec.Struct) -> bytes:
     """The bytes that are signed: JSON, keys sorted, no space, ASCII."""
     return json.dumps(
         msgspec.to_builtins(manifest), sort_keys=True, separators=(",", ":"), ensure_ascii=True
@@ -172,7 +172,8 @@ def _public(file: Path) -> str | None:
     return text if len(text) == 64 and all(c in "0123456789abcdef" for c in text) else None
 
 
-def sign(manifest: Manifest, secret: bytes) -> Signature:
+def sign(manifest: msgspec.Struct, secret: bytes) -> Signature:
+    """The signature of an image's manifest, or of a layer's."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     key = Ed25519PrivateKey.from_private_bytes(secret)
@@ -182,11 +183,18 @@ def sign(manifest: Manifest, secret: bytes) -> Signature:
 
 def signed_by(signed: Signed, keys: frozenset[str]) -> str | None:
     """Which of the keys (64 hex digits each) signed it; None when none did."""
+    return signer(signed.manifest, signed.signatures, keys)
+
+
+def signer(
+    manifest: msgspec.Struct, signatures: Iterable[Signature], keys: frozenset[str]
+) -> str | None:
+    """The same for whatever was signed by `sign`."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-    content = canonical(signed.manifest)
-    for signature in signed.signatures:
+    content = canonical(manifest)
+    for signature in signatures:
         if signature.key not in keys:
             continue
         try:
