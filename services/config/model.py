@@ -24,6 +24,7 @@ KINDS: Final = (
     "github-api",
     "oauth",
 )
+METERED: Final = ("anthropic", "openai", "google")  # their replies tell tokens
 HARNESSES: Final = ("kage", "codex", "claude-code", "opencode", "gemini", "pi")
 DEFAULT: Final = "default"  # the built-in profile, and the built-in policy
 
@@ -119,6 +120,9 @@ class Binding:
     upgrade: bool  # WebSocket
     cookies: str  # strip or keep
     ca_file: str | None  # relative to the config's directory, and inside it
+    max_requests: int | None  # each instance may send so many through this binding, ever
+    max_tokens: int | None  # in and out together
+    max_cost: int | None  # in millionths of the currency of prices.toml
 
 
 @dataclass(frozen=True, kw_only=True)

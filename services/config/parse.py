@@ -18,6 +18,7 @@ from agent_box.config.addresses import parse_address, reserved, reserved_network
 from agent_box.config.errors import ConfigError
 from agent_box.config.model import (
     DEFAULT,
+    METERED,
     Binding,
     Config,
     Daemon,
@@ -199,6 +200,9 @@ def _binding(name: str, got: dict[str, Any], source: str) -> Binding:
     _check_upstream(got, source, where)
     if got["upgrade"] and "routes" not in needs:
         refuse(source, where, "upgrade", f'is not of kind "{kind}"')
+    for key in ("max_tokens", "max_cost"):
+        if got[key] is not None and kind not in METERED:
+            refuse(source, where, key, f'is not of kind "{kind}", whose replies tell no tokens')
     _refuse_twice([r["name"].lower() for r in got["repos"]], source, (*where, "repos"), "name")
     _refuse_twice(
         [(r["path"], r["match"]) for r in got["routes"]], source, (*where, "routes"), "path"

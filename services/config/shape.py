@@ -105,6 +105,9 @@ BINDING: Final = Table(
         "upgrade": Key(BOOLEAN, "WebSocket may be asked for", False),
         "cookies": Key(choice("strip", "keep"), "of replies, kept per instance", "strip"),
         "ca_file": Key(text(words.ca_file, "file"), "in the config's directory", None),
+        "max_requests": Key(integer(1, values.COUNT_MAX), "of each instance, in all", None),
+        "max_tokens": Key(integer(1, values.COUNT_MAX), "in and out, where replies tell", None),
+        "max_cost": Key(Reader("number above 0", words.cost), "by prices.toml", None),
     },
     private=True,
 )

@@ -45,6 +45,7 @@ MEMORY_MIN: Final = 128 << 20  # bytes; less does not boot
 MEMORY_MAX: Final = 1 << 40
 DISK_MIN: Final = 64 << 20
 DISK_MAX: Final = 16 << 40
+COUNT_MAX: Final = 10**15  # of a budget; less than what a database's integer holds
 
 
 def name(untrusted: str) -> str:

@@ -154,6 +154,19 @@ def repo(untrusted: str) -> str:
     return untrusted
 
 
+def cost(untrusted: Any) -> int:
+    """Millionths of a currency. A budget is meant to be a round number, not a fine one."""
+    rule = "a number above 0 with at most six decimals, such as 25 or 2.5"
+    if isinstance(untrusted, bool) or not isinstance(untrusted, int | float):
+        raise ValueError(rule)
+    if not 0 < untrusted <= values.COUNT_MAX // 10**6:  # not a number, infinite: neither holds
+        raise ValueError(rule)
+    millionths = round(untrusted * 10**6)
+    if abs(untrusted * 10**6 - millionths) > 1e-3 or millionths == 0:
+        raise ValueError(rule)
+    return millionths
+
+
 def rule_host(untrusted: str) -> str:
     try:
         host = egress.host(untrusted, wildcard=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import toml
 
 from agent_box.cli.demo import EXAMPLE
-from agent_box.config import egress
+from agent_box.config import egress, words
 from agent_box.config.errors import ConfigError
 from agent_box.config.model import KINDS, Repo, Route, Upstream
 from agent_box.config.parse import builtin, parse, parse_policy
@@ -61,6 +61,9 @@ credential = "a.key_1"
 upgrade = true
 cookies = "keep"
 ca_file = "ca/root.pem"
+max_requests = 1000
+max_tokens = 2000000
+max_cost = 12.5
 routes = [
   { path = "/v1/messages", match = "exact", methods = ["POST"] },
   { path = "/v1/", match = "prefix", methods = ["GET", "HEAD"] },
@@ -160,6 +163,7 @@ def test_everything_that_can_be_said() -> None:
     ]
     a, b, g, h = (config.bindings[name] for name in ("a", "b", "g", "h"))
     assert a.ca_file == "ca/root.pem"
+    assert (a.max_requests, a.max_tokens, a.max_cost) == (1000, 2_000_000, 12_500_000)
     assert a.upgrade
     assert a.cookies == "keep"
     assert [route.match for route in a.routes] == ["exact", "prefix", "template"]
@@ -615,6 +619,31 @@ REPOS = [{"name": "o/r"}]
 )
 def test_a_kind_has_its_own_keys(changes: dict[str, Any], line: str) -> None:
     assert binding(**changes) == line
+
+
+@pytest.mark.parametrize("key", ["max_tokens", "max_cost"])
+def test_a_budget_needs_replies_that_tell(key: str) -> None:
+    line = f'{key} is not of kind "basic", whose replies tell no tokens'
+    assert binding(kind="basic", basic_user="u", **{key: 5}) == line
+    with pytest.raises(pytest.fail.Exception):
+        binding(kind="basic", basic_user="u", max_requests=5)  # a good one
+
+
+@pytest.mark.parametrize("cost", [0, -1, True, "5", 0.0000001, 1.0000001, 1e10])
+def test_a_cost_that_is_no_budget(cost: Any) -> None:
+    assert binding(max_cost=cost).startswith("max_cost must be a number above 0")
+
+
+@pytest.mark.parametrize("cost", [float("nan"), float("inf"), float("-inf")])
+def test_a_cost_that_is_no_number(cost: float) -> None:
+    with pytest.raises(ValueError, match="a number above 0"):
+        words.cost(cost)
+
+
+@pytest.mark.parametrize("key", ["max_requests", "max_tokens"])
+@pytest.mark.parametrize("count", [0, -1, 1.5, 10**16, "1"])
+def test_a_count_that_is_no_budget(key: str, count: Any) -> None:
+    assert binding(**{key: count}).startswith(f"{key} must be an integer from 1 to")
 
 
 @pytest.mark.parametrize(
