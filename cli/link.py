@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from agent_box.cli.render import Failure
 from agent_box.process import lock
-from agent_box.process.paths import ROLES, RUNTIME_LOCK, Paths
+from agent_box.process.paths import OPERATOR, RUNTIME_LOCK, Paths
 
 if TYPE_CHECKING:
     from agent_box.bus.base import Hello
@@ -403,7 +403,7 @@ def ready(
 
 def _is_laid_out(here: Place) -> bool:
     """Whether the daemon has made all keys: the first ever start does, with the lock held."""
-    return (here.paths.public_keys / ROLES[-1]).exists()
+    return (here.paths.public_keys / OPERATOR).exists()
 
 
 def _status(here: Place, name: str) -> Status | None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from agent_box.bus.schema import BASE_METHODS, Contract, Kind, Method
 
 SERVICES: Final = ("registry", "store", "broker", "netstack", "channel", "engine")
-ROLES: Final = (*SERVICES, "operator")
+ROLES: Final = (*SERVICES, "supervisor", "operator")
 DOORBELL: Final = "doorbell"  # not a method: the right to hear that there is something new
 ALL: Final = "*"
 

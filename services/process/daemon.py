@@ -34,6 +34,7 @@ from agent_box.process.paths import (
 from agent_box.process.supervision import (
     CONFIG_FILE,
     LOGS_LINK,
+    NOTICES_LINK,
     PASSWORD_FILE,
     Program,
     configuration,
@@ -265,8 +266,19 @@ def report_command(config: Path | None) -> tuple[str, ...]:
     return ("/usr/bin/env", *variables, sys.executable, "-I", "-m", "agent_box.cli.main", "doctor")
 
 
+def tell_command(paths: Paths) -> tuple[str, ...]:
+    """Takes the supervisor's notices into the journal; it ends when they are there."""
+    words = ["--runtime", str(paths.runtime), "--state", str(paths.state)]
+    return (sys.executable, "-I", "-B", "-m", "agent_box.registry.notices", *words)
+
+
 def write(
-    paths: Paths, programs: Sequence[Program], *, report: tuple[str, ...] = (), silent: bool
+    paths: Paths,
+    programs: Sequence[Program],
+    *,
+    report: tuple[str, ...] = (),
+    tell: tuple[str, ...] = (),
+    silent: bool,
 ) -> None:
     """Writes what supervisord reads, new at each start, with a new password.
 
@@ -275,12 +287,16 @@ def write(
     """
     directory = paths.supervisor
     password = secrets.token_urlsafe(32)
-    link = directory / LOGS_LINK
-    link.unlink(missing_ok=True)
-    link.symlink_to(paths.log(SERVICES[0]).parent)
+    for link, target in (
+        (directory / LOGS_LINK, paths.log(SERVICES[0]).parent),
+        (directory / NOTICES_LINK, paths.notices),
+    ):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    conf = configuration(programs, report=report, tell=tell, password=password, silent=silent)
     for name, text in (
         (PASSWORD_FILE, password),
-        (CONFIG_FILE, configuration(programs, report=report, password=password, silent=silent)),
+        (CONFIG_FILE, conf),
     ):
         (directory / name).unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -301,6 +317,7 @@ def _prepare(paths: Paths, options: Options) -> None:
             paths,
             found,
             report=report_command(options.config),
+            tell=tell_command(paths),
             silent=options.background or options.json,
         )
     except PathsError as error:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Final
 
 SERVICES: Final = ("registry", "store", "broker", "netstack", "channel", "engine")
-ROLES: Final = (*SERVICES, "operator")
+SUPERVISOR: Final = "supervisor"  # it serves nothing; what it may say, policy.toml names
+OPERATOR: Final = "operator"
+ROLES: Final = (*SERVICES, SUPERVISOR, OPERATOR)
 HELPER: Final = "helper"  # runs beside the services, on no bus and behind no wall
 PROGRAMS: Final = (*SERVICES, HELPER)
 
@@ -115,6 +117,11 @@ class Paths:
         return self.runtime / "supervisor"
 
     @property
+    def notices(self) -> Path:
+        """What the supervisor has to tell the registry and has not yet. No service sees it."""
+        return self.state / "notices"
+
+    @property
     def host_files(self) -> Path:
         """Copies of the host's resolver files, for services that use the host's network."""
         return self.runtime / "host"
@@ -174,6 +181,7 @@ class Paths:
             self.public_keys,
             self.state / "services",
             self.state / "logs",
+            self.notices,
             *(self.bus(service) for service in SERVICES),
             *(self.data(service) for service in SERVICES),
             *(self.keys(role) for role in ROLES),

@@ -21,11 +21,20 @@ from supervisor.options import ServerOptions
 from supervisor.states import ProcessStates, SupervisorStates
 from supervisor.supervisord import Supervisor
 
+from agent_box.process import notices
 from agent_box.process.paths import told
-from agent_box.process.supervision import CONFIG_FILE, REPORT, SOCKET_FILE
+from agent_box.process.supervision import (
+    CONFIG_FILE,
+    GROUP,
+    NOTICES_LINK,
+    REPORT,
+    SOCKET_FILE,
+    TELL,
+)
 
 REMIND_S: Final = 1.0
 REFRESH_S: Final = 5.0
+TELL_S: Final = 1.0
 REPORT_S: Final = 10.0  # after the start: whoever waits for a service should not wait for it
 _PR_SET_PDEATHSIG: Final = 1
 # What supervisord sets handlers for (ServerOptions.setsignals) and what Python ignores.
@@ -137,6 +146,7 @@ class _Supervisor(Supervisor):  # type: ignore[misc]
         self._due = {
             self._remind_all: (now, REMIND_S),
             self._refresh_all: (now + REFRESH_S, REFRESH_S),
+            self._tell: (now + TELL_S, TELL_S),
             self._report: (now + REPORT_S, math.inf),
         }
 
@@ -161,6 +171,21 @@ class _Supervisor(Supervisor):  # type: ignore[misc]
     def _report(self) -> None:
         if REPORT in self.process_groups and self.options.mood == SupervisorStates.RUNNING:
             self.process_groups[REPORT].processes[REPORT].spawn()
+
+    def _tell(self) -> None:
+        """Runs what takes notices into the journal, when there are any and somebody listens.
+
+        Looked for now and again, since a notice may be older than this daemon, and the registry
+        may be the one that stays down.
+        """
+        if TELL not in self.process_groups or self.options.mood != SupervisorStates.RUNNING:
+            return
+        teller = self.process_groups[TELL].processes[TELL]
+        registry = self.process_groups[GROUP].processes["registry"]
+        if teller.pid or registry.state != ProcessStates.RUNNING:
+            return
+        if notices.waiting(Path(NOTICES_LINK)):
+            teller.spawn()
 
     def _remind_all(self) -> None:
         for group in self.process_groups.values():

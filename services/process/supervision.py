@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 GROUP: Final = "agent-box"
 REPORT: Final = "report"  # the program that runs once, some time after the start
+TELL: Final = "tell"  # the program that runs when there are notices, and the registry
 USER: Final = "agent-box"
 EXIT_FATAL: Final = 71  # a service's own word that starting it again cannot help
 STOP_SECONDS: Final = 10  # from SIGTERM to SIGKILL: what a service has for its drain
@@ -33,6 +34,7 @@ CONFIG_FILE: Final = "supervisord.conf"
 SOCKET_FILE: Final = "sock"  # short: its path must fit in 107 bytes
 PASSWORD_FILE: Final = "password"
 LOGS_LINK: Final = "logs"
+NOTICES_LINK: Final = "notices"
 
 _SPECIAL: Final = re.compile(r"[^A-Za-z0-9_@%+=:,./-]")
 
@@ -81,7 +83,12 @@ class Status:
 
 
 def configuration(
-    programs: Iterable[Program], *, report: tuple[str, ...], password: str, silent: bool
+    programs: Iterable[Program],
+    *,
+    report: tuple[str, ...] = (),
+    tell: tuple[str, ...] = (),
+    password: str,
+    silent: bool,
 ) -> str:
     """The text of supervisord's configuration file.
 
@@ -93,6 +100,7 @@ def configuration(
         programs: in any order; all are started at once and clients wait for them.
         report: the command line of what runs once when all has settled; its output is the
             log ``report.log``. Empty for none.
+        tell: the command line of what takes notices into the journal. Empty for none.
         password: for the control socket; only its digest is written.
         silent: whether supervisord's own log goes to the log file only, not to stdout too.
 
@@ -161,11 +169,13 @@ stdout_logfile_backups = {LOG_BACKUPS}
 """
         for program in programs
     ]
-    if report:
+    for name, argv in ((REPORT, report), (TELL, tell)):
+        if not argv:
+            continue
         sections.append(
             f"""\
-[program:{REPORT}]
-command = {_command(report)}
+[program:{name}]
+command = {_command(argv)}
 directory = /
 umask = 077
 autostart = false
@@ -175,7 +185,7 @@ startretries = 0
 stopasgroup = true
 killasgroup = true
 redirect_stderr = true
-stdout_logfile = {LOGS_LINK}/{REPORT}.log
+stdout_logfile = {LOGS_LINK}/{name}.log
 stdout_logfile_maxbytes = {LOG_BYTES}
 stdout_logfile_backups = {LOG_BACKUPS}
 """

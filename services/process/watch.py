@@ -13,13 +13,16 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from supervisor import events
 from supervisor.states import ProcessStates, SupervisorStates, getProcessStateDescription
 from supervisor.xmlrpc import Faults, RPCError
 
-from agent_box.process.supervision import EXIT_FATAL, GROUP
+from agent_box.process import notices
+from agent_box.process.paths import told
+from agent_box.process.supervision import EXIT_FATAL, GROUP, NOTICES_LINK
 
 DEATHS: Final = 5
 WITHIN_S: Final = 30.0
@@ -55,11 +58,18 @@ class Watch:
     Args:
         log: takes one line; supervisord's own log.
         wake: makes supervisord's loop turn at once.
+        note: takes the name of a program that stays down, and why.
     """
 
-    def __init__(self, log: Callable[[str], object], wake: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        log: Callable[[str], object],
+        wake: Callable[[], object],
+        note: Callable[[str, str], object],
+    ) -> None:
         self._log = log
         self._wake = wake
+        self._note = note
         self._deaths: dict[str, Deaths] = {}
         self._reasons: dict[str, str] = {}
         self._starts: Counter[str] = Counter()
@@ -97,12 +107,14 @@ class Watch:
         name = process.config.name
         if name not in self._reasons:
             self._reasons[name] = process.spawnerr or "it could not be started"
+            self._note(name, self._reasons[name])
 
     def _give_up(self, process: Any, reason: str) -> None:
         name = process.config.name
         self._reasons[name] = reason
         process.change_state(ProcessStates.FATAL)
         self._log(f"{name} failed and stays down: {reason}; agent-box service restart {name}")
+        self._note(name, reason)
 
 
 class Wake:
@@ -191,7 +203,13 @@ def make_rpcinterface(supervisord: Any, **_config: str) -> Interface:
     def log(line: str) -> None:
         options.logger.error(line)
 
-    watch = Watch(log, wake)
+    def note(name: str, reason: str) -> None:
+        try:
+            notices.leave(Path(NOTICES_LINK), name, reason)
+        except OSError as error:
+            log(f"that {name} stays down will not be in the journal: {told(error)}")
+
+    watch = Watch(log, wake, note)
 
     def of_services(heard: Callable[[Any], None]) -> Callable[[Any], None]:
         def hear(event: Any) -> None:

@@ -76,6 +76,10 @@ def kinds(contracts: tuple[Contract, ...]) -> dict[str, frozenset[str]]:
     return {c.service: frozenset(e.name for e in c.events) for c in contracts}
 
 
+# By role. The supervisor has no contract of its own, since it serves nobody.
+SAYS: Final = {**kinds(NOTERS), "supervisor": frozenset({api.SERVICE_FATAL})}
+
+
 class Registry:
     """One registry.
 
@@ -115,7 +119,7 @@ class Registry:
         self._bell = asyncio.Event()  # replaced each time it rings
         self._pokes: dict[str, asyncio.Event] = {}  # by instance: something may have changed
         self._drivers: set[str] = set()  # ids of instances that have one
-        self.core = Core(kinds(NOTERS))
+        self.core = Core(SAYS)
         self.life = Life(self.core)
 
     # --------------------------------------------------------------------------- life

@@ -9,7 +9,7 @@ here is decided by it.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from agent_box.bus.schema import Contract, Data, Empty, Event, Kind, Method, Wall, Wire
 
@@ -283,6 +283,8 @@ def _method(
     )  # fmt: skip
 
 
+SERVICE_FATAL: Final = "service-fatal"  # the only one that the supervisor may note
+
 CONTRACT = Contract(
     service="registry",
     trusts=(
@@ -355,6 +357,7 @@ CONTRACT = Contract(
         Event(name="record-anchored", summary="Carries a record's hash over a cut."),
         Event(name="journal-cut", summary="Old events were removed; the chain goes on here."),
         Event(name="notes-dropped", summary="More was noted of an instance than may be kept."),
+        Event(name=SERVICE_FATAL, summary="A service died again and again and stays down."),
         Event(name="started", summary="The registry started, and what it found."),
     ),
     wall=Wall(

@@ -61,6 +61,7 @@ MAY_SAY: Final[dict[str, frozenset[str]]] = {
     "netstack": frozenset({"host-observed"}),
     "broker": frozenset({"host-observed"}),
     "channel": frozenset({"host-observed", "guest-channel", "agent-reported"}),
+    "supervisor": frozenset({"host-observed"}),
 }
 NOTES_BURST: Final = 1_000  # of one instance by one service
 NOTES_PER_S: Final = 20

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import cli, procs
@@ -24,6 +25,7 @@ from agent_box.cli import link, walls
 from agent_box.cli.logfile import LINE_MAX, Follower, last
 from agent_box.cli.render import Failure, Render
 from agent_box.cli.services import confined_pid
+from agent_box.process import notices
 from agent_box.process.paths import PROGRAMS, SERVICES
 
 pytestmark = pytest.mark.serial
@@ -367,6 +369,32 @@ def test_a_service_that_dies_again_and_again_stays_down_until_it_is_restarted(up
     assert (ran.exit, ran.error["state"]) == (4, "fatal")
     (again,) = up.run("service", "restart", "broker", "--json").result["services"]
     assert up.service("broker")["epoch"] == again["epoch"]
+    (event,) = until("an event of the journal", lambda: _stay_down(up, "broker"))
+    assert (event["by"], event["source"]) == ("supervisor", "host-observed")
+    assert "5 deaths in 30 s" in event["facts"]["reason"]
+
+
+def _stay_down(up: Live, service: str) -> list[dict[str, Any]]:
+    events = up.run("logs", "--json").result["events"]
+    return [
+        event
+        for event in events
+        if event["kind"] == "service-fatal" and event["facts"]["service"] == service
+    ]
+
+
+def test_that_the_registry_stayed_down_is_in_the_journal_when_it_is_back(up: Live) -> None:
+    def dead() -> bool:
+        for pid in up.inner("registry"):
+            os.kill(pid, signal.SIGKILL)
+        return up.statuses()["registry"].state == "fatal"
+
+    until("fatal", dead)
+    assert len(notices.waiting(up.paths.notices)) == 1
+    assert up.run("service", "restart", "registry").exit == 0
+    until("it is told", lambda: not notices.waiting(up.paths.notices))
+    assert len(_stay_down(up, "registry")) == 1
+    assert up.run("logs", "--verify").exit == 0
 
 
 def _place(live: Live) -> link.Place:

@@ -11,6 +11,7 @@ from agent_box.bus.errors import Reason, Refusal
 from agent_box.registry import commands as deciding
 from agent_box.registry import contract as api
 from agent_box.registry import record
+from agent_box.registry.adapter import SAYS
 from agent_box.registry.core import NOTES_BURST, Core
 
 ID = "0123456789abcdef" * 2
@@ -579,6 +580,20 @@ def test_a_note_that_may_not_be(caller: str, fields: dict[str, object], reason: 
 def test_the_channel_speaks_for_guests_and_agents(source: str) -> None:
     (new,) = World().core().note("channel", note(kind="run-ended", source=source), now_ms=1)
     assert new.source == source
+
+
+def test_the_supervisor_says_one_thing_and_nobody_else_says_it() -> None:
+    core = Core(SAYS)
+    (new,) = core.note("supervisor", note(kind=api.SERVICE_FATAL), now_ms=1)
+    assert (new.by, new.kind) == ("supervisor", "service-fatal")
+    for kind in sorted(frozenset().union(*SAYS.values()) - {api.SERVICE_FATAL}):
+        with pytest.raises(Refusal) as error:
+            core.note("supervisor", note(kind=kind), now_ms=1)
+        assert error.value.reason is Reason.BAD_REQUEST
+    for caller in sorted({*SAYS} - {"supervisor"}):
+        with pytest.raises(Refusal) as error:
+            core.note(caller, note(kind=api.SERVICE_FATAL), now_ms=1)
+        assert error.value.reason is Reason.BAD_REQUEST
 
 
 def test_one_instance_cannot_fill_the_journal() -> None:

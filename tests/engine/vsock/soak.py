@@ -233,7 +233,7 @@ def one(options: argparse.Namespace) -> int:
             tsc_khz=options.tsc_khz, accel=options.accel,
         )  # fmt: skip
         try:
-            machine.wait(6000).close()
+            machine.wait(6000, 5 * options.patience).close()
             load = Load(machine, options.patience, options.seed)
             wrong = load.run(options.life)
             told = machine.backend.statistics()
