@@ -34,23 +34,38 @@ class Nonce(Wire, frozen=True):
     kind: str  # anthropic, git-basic, ...: says where a client puts the nonce
     endpoint: str  # http://<binding>.broker.internal
     nonce: str  # worth nothing outside this instance, this binding and this boot
+    place: str  # of kinds header, query and basic: the header, parameter or user; else empty
+    repos: list[str]  # of git-basic, OWNER/NAME; else empty
+    upstream: str  # https://github.com, where a client would go without us
 
 
 class Nonces(Wire, frozen=True):
     nonces: list[Nonce]
 
 
+class UsageOf(Wire, frozen=True):
+    instance: str | None  # None: all, those that were deleted too
+    since_day: int  # days since 1970-01-01, UTC
+
+
 class Used(Wire, frozen=True):
+    instance: str
+    name: str  # as it was called when it last started
     binding: str
+    day: int  # days since 1970-01-01, UTC
     requests: int
     refused: int
     bytes_up: int  # of bodies, guest to upstream
     bytes_down: int
     tokens_in: int  # from the provider's replies, which the guest cannot forge
     tokens_out: int
+    cost: int  # micro-units of the currency, by the operator's price table
+    unpriced: int  # tokens of models that the table does not know
 
 
 class Usage(Wire, frozen=True):
+    currency: str
+    refused_nonces: int  # since the broker's start
     used: list[Used]
 
 
@@ -92,11 +107,11 @@ CONTRACT = Contract(
         Method(
             name="usage",
             kind=Kind.READ,
-            request=Instance,
+            request=UsageOf,
             reply=Usage,
             deadline_s=10,
             data=Data.RECORD,
-            summary="What an instance used of each binding, counted here.",
+            summary="What was used of each binding on each day, counted here.",
         ),
     ),
     events=(
@@ -108,7 +123,7 @@ CONTRACT = Contract(
         network=Network.HOST,
         calls=("store", "registry"),
         config=True,
-        sockets=("broker",),
+        sockets=("vm/broker",),
         open_files=8192,
         why=(
             "Opens connections to upstreams, so it has the host's network. Asks the store for "

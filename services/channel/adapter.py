@@ -10,11 +10,12 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
+from agent_box.broker.contract import Nonce, Nonces, NoncesOf
 from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.outbox import Outbox
 from agent_box.bus.schema import Empty
 from agent_box.bus.server import Call, Handler, StreamHandler
-from agent_box.channel import guests
+from agent_box.channel import guests, provisioning
 from agent_box.channel.contract import CONTRACT, Guest, Provision, Provisioned
 from agent_box.channel.control import clock
 from agent_box.channel.guests import Forged, Link
@@ -25,6 +26,8 @@ from agent_box.registry.contract import Fact, Note
 
 MISSING: Final = "this version gives guests no terminals and no harness yet: they are not built"
 TIME_S: Final = 5.0
+NONCES_S: Final = 5.0
+HOME: Final = "/home/agent"  # guest.disk.HOME
 SKEW_MS: Final = 500  # over this the clock is set once more
 NOTE_S: Final = 20.0
 MARGIN_S: Final = 1.0  # of a call's deadline, for the answer
@@ -87,11 +90,13 @@ class Channel(Unbuilt):
                     f"the guest cannot use its data disk: {hello.disk_text}",
                     facts={"disk": hello.disk},
                 )
+            given = await self._provisions(request)
+            given.environment.update((v.name, v.value) for v in request.environment)
             fields = {
                 "boot": request.boot,
                 "hostname": request.hostname,
-                "environment": [{"name": v.name, "value": v.value} for v in request.environment],
-                "files": [],
+                "environment": [{"name": n, "value": v} for n, v in given.environment.items()],
+                "files": [vars(file) for file in given.files],
                 "harness": request.harness,
                 "hook": None,
                 "sudo": request.sudo,
@@ -129,6 +134,16 @@ class Channel(Unbuilt):
         return Empty()
 
     # ------------------------------------------------------------------
+
+    async def _provisions(self, request: Provision) -> provisioning.Plan:
+        """What the guest gets so that its tools can use its bindings."""
+        found: list[Nonce] = []
+        if request.bindings:
+            ask = NoncesOf(instance=request.instance, boot=request.boot)
+            reply = await self._context.client("broker").call("nonces", ask, deadline_s=NONCES_S)
+            assert isinstance(reply, Nonces)
+            found = reply.nonces
+        return provisioning.plan(found, request.harness, HOME)
 
     def _now(self) -> float:
         return self._clocks.steady() / 1e9

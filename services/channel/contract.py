@@ -40,6 +40,7 @@ class Provision(Wire, frozen=True):
     boot: int  # counts up with every start
     hostname: str
     environment: list[Variable]  # the agent's, on top of what the guest itself sets
+    bindings: list[str]  # by name; with any, the broker is asked for their nonces
     harness: str | None  # kage, codex, ...; None when the profile names none
     sudo: bool  # whether the agent's uid may become root
 

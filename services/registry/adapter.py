@@ -491,10 +491,13 @@ class Registry:
             case deciding.NetUp():
                 return await self._ask("netstack", "instance_up", command.up, UP_S)
             case deciding.Down():
-                down = net.Instance(instance=command.instance)
-                await self._ask("netstack", "instance_down", down, UP_S)
                 away = broker.Instance(instance=command.instance)
-                return await self._ask("broker", "instance_down", away, UP_S)
+                down = net.Instance(instance=command.instance)
+                try:  # either ends its own, whatever is wrong with the other
+                    await self._ask("broker", "instance_down", away, UP_S)
+                finally:
+                    await self._ask("netstack", "instance_down", down, UP_S)
+                return None
             case deciding.Provision():
                 asked = command.provision
                 vmm = engine.Vmm(instance=asked.instance, boot=asked.boot)

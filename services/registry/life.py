@@ -510,11 +510,12 @@ class Life:
         facts: dict[str, Fact] = {"by": by}
         if there is not None:
             facts |= ending(there)
-        if record.network is None and record.boots:
+        if record.boots:
             try:
                 yield Down(id)
             except Refusal as refusal:
-                facts["network"] = refusal.message  # they have nothing to serve any more
+                if record.network is None:
+                    facts["network"] = refusal.message  # they have nothing to serve any more
             if not self._is_current(record):
                 return
         after = move(State.STOPPING, Cause.OFF)
@@ -718,6 +719,7 @@ def _provisioning(record: Record) -> channel.Provision:
         boot=record.boots,
         hostname=record.name,
         environment=[],
+        bindings=record.bindings,
         harness=record.harness if isinstance(record.harness, str) else None,
         sudo=record.sudo,
     )

@@ -12,8 +12,7 @@ Everything is sealed by XChaCha20-Poly1305 with a random nonce of 192 bits. What
 thing *is* (store, name, version, time) is its associated data, so a row that is swapped with
 another, renamed, or given another version does not open.
 
-For the bus there are sealed boxes (X25519, XSalsa20-Poly1305) to a key pair that lives as
-long as its process: who records a box cannot open it after the receiver's end.
+For the bus there are the sealed boxes of `process.sealedbox`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,10 @@ import nacl.bindings as sodium
 import nacl.exceptions
 import nacl.utils
 
+from agent_box.process.sealedbox import Inbox, Unsealable, box
 from agent_box.process.secret import Secret
+
+__all__ = ["Inbox", "Unsealable", "box"]  # with what is below, all cryptography of the store
 
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 24
@@ -38,13 +40,6 @@ KDF_PASSES: Final = sodium.crypto_pwhash_argon2id_OPSLIMIT_MODERATE
 KDF_MEMORY: Final = sodium.crypto_pwhash_argon2id_MEMLIMIT_MODERATE  # bytes
 KDF_PASSES_RANGE: Final = range(1, 17)
 KDF_MEMORY_RANGE: Final = range(8 << 20, (512 << 20) + 1)
-
-
-class Unsealable(Exception):
-    """It does not open: another key, another context, or not the bytes that were sealed.
-
-    Which of these cannot be told, by design of the cipher. Carries no detail.
-    """
 
 
 def new_id() -> bytes:
@@ -129,38 +124,3 @@ def key_of_passphrase(passphrase: Secret, salt: bytes, passes: int, memory: int)
         )
     except nacl.exceptions.RuntimeError:
         raise MemoryError(f"Argon2id needs {memory >> 20} MiB of memory") from None
-
-
-class Inbox:
-    """The key pair of one start of a process, to which others seal what only it may read."""
-
-    def __init__(self) -> None:
-        public, secret = sodium.crypto_box_keypair()
-        self.public: Final = bytes(public)
-        self._secret: Final = Secret(secret)
-
-    def open(self, untrusted_box: bytes) -> Secret:
-        """Raises `Unsealable`."""
-        if len(untrusted_box) < sodium.crypto_box_SEALBYTES:
-            raise Unsealable
-        try:
-            return Secret(
-                sodium.crypto_box_seal_open(untrusted_box, self.public, self._secret.reveal())
-            )
-        except nacl.exceptions.CryptoError:
-            raise Unsealable from None
-
-
-def box(plaintext: Secret, untrusted_to: bytes) -> bytes:
-    """Seals to an X25519 public key.
-
-    Raises:
-        ValueError: it is not a key of 32 bytes, or one of the few points to which nothing
-            can be sealed, because everybody knows the shared secret.
-    """
-    if len(untrusted_to) != sodium.crypto_box_PUBLICKEYBYTES:
-        raise ValueError(f"a public key has {sodium.crypto_box_PUBLICKEYBYTES} bytes")
-    try:
-        return bytes(sodium.crypto_box_seal(plaintext.reveal(), untrusted_to))
-    except nacl.exceptions.CryptoError:
-        raise ValueError("that is not a public key to which anything can be sealed") from None

@@ -247,7 +247,8 @@ def test_stop_lets_the_guest_power_off() -> None:
     done = do(world, core, "stop")
     assert (done.failed, done.doing, world.holds[id]) == (None, None, "stopped")
     assert steps(world) == [
-        "EngineQuery", "Commit", "Wake", "EngineQuery", "PowerOff", "AwaitEnd", "Clock", "Commit",
+        "EngineQuery", "Commit", "Wake", "EngineQuery", "PowerOff", "AwaitEnd", "Down", "Clock",
+        "Commit",
     ]  # fmt: skip
     facts = world.events[-1].facts
     assert (facts["by"], facts["status"], facts["boot"]) == ("guest", 0, 1)

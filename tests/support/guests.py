@@ -159,7 +159,13 @@ class Scene:
 
     async def provision(self, instance: str = ID, boot: int = 1, *, seconds: float = 10) -> Any:
         request = Provision(
-            instance=instance, boot=boot, hostname="work", environment=[], harness=None, sudo=False
+            instance=instance,
+            boot=boot,
+            hostname="work",
+            environment=[],
+            bindings=[],
+            harness=None,
+            sudo=False,
         )
         return await self.channel.provision(request, call(seconds))
 

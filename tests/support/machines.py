@@ -132,7 +132,10 @@ class Machines(House):
         return self.engine("boot", request)
 
     def provision(self, instance: str, boot: int = 1, *, seconds: float = 90, **more: Any) -> Any:
-        fields = {"hostname": "work", "environment": [], "harness": None, "sudo": False, **more}
+        fields = {
+            "hostname": "work", "environment": [], "bindings": [], "harness": None,
+            "sudo": False, **more,
+        }  # fmt: skip
         request = channel.Provision(instance=instance, boot=boot, **fields)
         return self.call("channel", "provision", request, seconds=seconds)
 
