@@ -1,0 +1,149 @@
+"""Connecting to a name with several addresses, in turn and soon at once (RFC 8305)."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from ipaddress import ip_address
+from typing import Final
+
+from agent_box.netstack.poller import Poller
+
+STAGGER_S: Final = 0.25  # RFC 8305 §5
+_BUSY: Final = (errno.EINPROGRESS, errno.EALREADY)
+_FULL: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+Done = Callable[[socket.socket | None, str | None, int], None]
+
+
+def order(addresses: Sequence[str]) -> list[str]:
+    """IPv6 and IPv4 by turns, the first family first (RFC 8305 §4)."""
+    six = [a for a in addresses if ":" in a]
+    four = [a for a in addresses if ":" not in a]
+    mixed = []
+    while six or four:
+        if six:
+            mixed.append(six.pop(0))
+        if four:
+            mixed.append(four.pop(0))
+    return mixed
+
+
+class Dial:
+    """One attempt to connect. Calls `done` once, unless closed: with the socket, which is still
+    watched by the poller and wants `hand_over`, and its address; or with None and an errno.
+    """
+
+    __slots__ = ("_attempts", "_done", "_error", "_left", "_over", "_poller", "_port", "_step")
+
+    def __init__(self, poller: Poller, addresses: Sequence[str], port: int, done: Done) -> None:
+        self._poller = poller
+        self._left = order(addresses)
+        self._port = port
+        self._done = done
+        self._attempts: list[_Attempt] = []
+        self._error = errno.EHOSTUNREACH
+        self._over = False
+        self._step = 0
+
+    def start(self) -> None:
+        """There is no limit of time here: who waits closes it."""
+        self._next()
+
+    def close(self) -> None:
+        """Gives up, quietly."""
+        self._over = True
+        for attempt in self._attempts:
+            attempt.close()
+        self._attempts.clear()
+
+    def won(self, attempt: _Attempt) -> None:
+        self._attempts.remove(attempt)
+        self.close()
+        self._done(attempt.sock, attempt.address, 0)
+
+    def lost(self, attempt: _Attempt, code: int) -> None:
+        self._attempts.remove(attempt)
+        attempt.close()
+        self._note(code)
+        self._next()
+
+    def _note(self, code: int) -> None:
+        # Refused says most: somebody was there.
+        if self._error != errno.ECONNREFUSED:
+            self._error = code
+
+    def _next(self) -> None:
+        while self._left and not self._over:
+            address = self._left.pop(0)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            except OSError as error:
+                self._note(error.errno or errno.EIO)
+                continue
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                code = sock.connect_ex((address, self._port))
+                if code not in (0, *_BUSY):
+                    raise OSError(code, "")
+                attempt = _Attempt(self, sock, address)
+                self._poller.watch(sock.fileno(), attempt)
+            except OSError as error:
+                sock.close()
+                self._note(error.errno or errno.EIO)
+                continue
+            self._attempts.append(attempt)
+            if code == 0:
+                self.won(attempt)
+            elif self._left:
+                self._step += 1
+                self._poller.at(self._poller.now + STAGGER_S, partial(self._late, self._step))
+            return
+        if not self._over and not self._attempts:
+            self._over = True
+            self._done(None, None, self._error)
+
+    def _late(self, step: int) -> None:
+        if not self._over and step == self._step:
+            self._next()
+
+
+class _Attempt:
+    __slots__ = ("_dial", "address", "sock")
+
+    def __init__(self, dial: Dial, sock: socket.socket, address: str) -> None:
+        self._dial = dial
+        self.sock = sock
+        self.address = address
+
+    def on_event(self, events: int) -> None:
+        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._dial.lost(self, code)
+            return
+        try:
+            self.sock.getpeername()
+        except OSError:
+            return  # the event was for an earlier owner of this descriptor
+        self._dial.won(self)
+
+    def close(self) -> None:
+        self._dial._poller.forget(self.sock.fileno())
+        self.sock.close()
+
+
+def full(code: int) -> bool:
+    """Whether the error says that we have no descriptor or memory left."""
+    return code in _FULL
+
+
+def usable(address: str) -> bool:
+    """Whether it is an address at all. Files of the host may hold anything."""
+    try:
+        ip_address(address)
+    except ValueError:
+        return False
+    return True

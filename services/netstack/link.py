@@ -1,0 +1,107 @@
+"""The stream of frames to and from one guest, over a vsock or Unix socket."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from agent_box.netstack.packet import FRAME_MAX, LENGTH, VNET
+from agent_box.netstack.tcp import Wire
+
+_BUFFER: Final = 1 << 20
+_READ_MAX: Final = 1 << 20  # in one go, before others have their turn
+_BUFFERS_MAX: Final = 512  # in one sendmsg; the kernel takes 1024
+
+
+class LinkBroken(Exception):
+    """The other end hung up, or sent a length that no frame has. One line says which."""
+
+
+class Link:
+    """One stream. `readable` and `writable` are kept as an edge-triggered epoll tells them."""
+
+    def __init__(self, sock: socket.socket, wire: Wire) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.readable = True
+        self.writable = True
+        self._wire = wire
+        self._buffer = bytearray(_BUFFER)
+        self._view = memoryview(self._buffer)
+        self._have = 0
+
+    def read(
+        self, packet: Callable[[memoryview, int, int], None], batch: Callable[[], None]
+    ) -> None:
+        """Reads until nothing is left, or enough is read for now.
+
+        Args:
+            packet: gets each packet as (view, offset, length); the view holds until `batch`.
+            batch: called after the packets of one read.
+
+        Raises:
+            LinkBroken: there is nothing to be read any more.
+        """
+        total = 0
+        buffer, view = self._buffer, self._view
+        while self.readable and total < _READ_MAX:
+            try:
+                count = self.sock.recv_into(view[self._have :])
+            except BlockingIOError:
+                self.readable = False
+                return
+            except OSError as error:
+                raise LinkBroken(f"the link to the guest broke: {error}") from None
+            if not count:
+                raise LinkBroken("the guest hung up")
+            total += count
+            end = self._have + count
+            at = 0
+            wrong = None
+            while end - at >= LENGTH:
+                length = int.from_bytes(buffer[at : at + LENGTH], "little")
+                if not VNET < length <= FRAME_MAX:
+                    wrong = length
+                    break
+                if end - at - LENGTH < length:
+                    break
+                packet(view, at + LENGTH + VNET, length - VNET)
+                at += LENGTH + length
+            batch()
+            if wrong is not None:
+                raise LinkBroken(f"the guest sent a frame of {wrong} bytes")
+            if at < end and at:
+                buffer[: end - at] = buffer[at:end]
+            self._have = end - at
+
+    def flush(self) -> None:
+        """Sends what is queued, as far as the stream takes it.
+
+        Raises:
+            LinkBroken: the other end is gone.
+        """
+        wire = self._wire
+        out = wire.out
+        start = 0
+        try:
+            while start < len(out) and self.writable:
+                batch = out[start : start + _BUFFERS_MAX]
+                try:
+                    sent = self.sock.sendmsg(batch)
+                except BlockingIOError:
+                    self.writable = False
+                    break
+                except OSError as error:
+                    raise LinkBroken(f"the link to the guest broke: {error}") from None
+                wire.queued -= sent
+                for buffer in batch:
+                    size = len(buffer)
+                    if sent < size:
+                        if sent:
+                            out[start] = memoryview(buffer)[sent:]
+                        break
+                    sent -= size
+                    start += 1
+        finally:
+            del out[:start]
