@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from agent_box.guest import disk, system
+from agent_box.guest import disk, processes, system
 from agent_box.guest.control import Action, Session
 from agent_box.guest.ports import Inherited
 from agent_box.guest.wire import CONTROL_PORT, HOST_CID, FrameError
@@ -41,6 +41,7 @@ SUDOERS: Final = "/etc/sudoers.d/agent-box"  # in the agent's root
 def main(inherited: Inherited) -> None:
     """Serves until the machine powers off."""
     system.spare(-1000)
+    processes.prepare()
     Agent(inherited).run()
 
 

@@ -149,7 +149,13 @@ class Channel(Unbuilt):
         return self._clocks.steady() / 1e9
 
     def _link(self, instance: str, boot: int) -> Link:
+        """Raises:
+        Refusal: CONFLICT, a later boot of it is known already. What is still to be done for an
+            earlier one, such as keeping its time, must not end the later one's stream.
+        """
         link = self._links.get(instance)
+        if link is not None and boot < link.boot:
+            raise Refusal(Reason.CONFLICT, "a later boot of the instance runs")
         if link is None or link.boot != boot:
             if link is not None:
                 link.end()
@@ -201,7 +207,12 @@ class Channel(Unbuilt):
         try:
             while self._keeping[instance] and instance in self._kept.boots:
                 self._keeping[instance] = False
-                link = self._link(instance, self._kept.boots[instance])
+                boot = self._kept.boots[instance]
+                try:
+                    link = self._link(instance, boot)
+                except Refusal:  # it ended unseen, and the next one is not provisioned yet
+                    self._kept.drop(instance, boot)
+                    continue
                 try:
                     await self._set(link, self._now() + TIME_S)
                 except (Forged, FrameError) as error:

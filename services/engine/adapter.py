@@ -75,6 +75,7 @@ class Engine:
         # A VMM serves one monitor at a time. A lock lives as long as somebody has or wants it.
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._watched: dict[str, str] = {}  # instance -> launch
+        self._stalled: dict[str, str] = {}  # the same, of those that wait for room on the disk
         self._notes: Outbox[Note] = Outbox(self._send, self._not_noted)
         self._stopping = False
         self._lost = False
@@ -232,7 +233,14 @@ class Engine:
     # ------------------------------------------------------------------ monitors
 
     async def _observe(self, state: State) -> Observed:
-        return core.observed(state, await self._monitor_state(state))
+        found = await self._monitor_state(state)
+        if found == "stalled" and self._stalled.get(state.id) != state.launch_id:
+            assert state.launch_id is not None
+            self._stalled[state.id] = state.launch_id
+            self._put(os.urandom(16), state.id, "vmm-stalled", _facts(state))
+        elif found == "running":
+            self._stalled.pop(state.id, None)
+        return core.observed(state, found)
 
     async def _monitor_state(self, state: State) -> monitor.VmState | None:
         if state.state != "running" or state.launch_id is None:
@@ -250,7 +258,11 @@ class Engine:
         async with self._alone(instance):
             stream = await self._ask(lambda: self._monitor(instance, launch))
             await monitor.change(stream, command)
-        return await self._query(instance)
+        found = await self._query(instance)
+        if command == "cont" and found.state == "paused":
+            why = "the host's disk is full: its VMM freezes it again; make room, then resume it"
+            raise Refusal(Reason.DISK_FULL, why)
+        return found
 
     def _alone(self, instance: str) -> asyncio.Lock:
         lock = self._asking.get(instance)
@@ -335,6 +347,8 @@ class Engine:
         finally:
             if self._watched.get(instance) == launch:
                 del self._watched[instance]
+            if self._stalled.get(instance) == launch:
+                del self._stalled[instance]
 
     async def _wait(self, instance: str, launch: str) -> State | None:
         """The state after the next change; None when the helper no longer holds it."""

@@ -186,6 +186,10 @@ CONTRACT = Contract(
         Event(name="vmm-started", summary="A VMM runs, with its process and boot number."),
         Event(name="vmm-adopted", summary="One that ran before this start was found again."),
         Event(name="vmm-ended", summary="A VMM is gone: by the guest, a kill, or by itself."),
+        Event(
+            name="vmm-stalled",
+            summary="The host's disk is full: the VMM froze the vCPUs. With room, resume.",
+        ),
         Event(name="companion-ended", summary="Its vsock device or network worker is gone."),
         Event(name="helper-lost", summary="The helper does not answer; what runs goes on."),
         Event(name="helper-back", summary="The helper answers again."),

@@ -90,7 +90,7 @@ def observed(state: State, monitor: VmState | None) -> Observed:
     """
     word: Literal["stopped", "running", "paused", "unreachable"]
     if state.state == "running":
-        word = monitor or "unreachable"
+        word = "paused" if monitor == "stalled" else monitor or "unreachable"
     elif state.state == "starting":
         word = "unreachable"
     else:

@@ -22,13 +22,15 @@ CHANGE_S: Final = 10.0
 LEAVE_S: Final = 0.2
 LINE_MAX: Final = 16384  # bytes; the longest that we ask for is QEMU's greeting, 200
 LINES_MAX: Final = 64  # greeting, two answers, and what events come in between
-VmState = Literal["running", "paused", "unreachable"]
+# `stalled`: the VMM froze the vCPUs itself, because the host's disk is full.
+VmState = Literal["running", "paused", "stalled", "unreachable"]
 
 _STATES: Final[dict[str, VmState]] = {
     "running": "running",
     "paused": "paused",
     "prelaunch": "paused",
     "suspended": "paused",
+    "io-error": "stalled",  # of all drives only the data disk stops for one: werror=enospc
 }
 _client_type: type[QMPClient] | None = None
 

@@ -315,6 +315,27 @@ def test_a_boot_that_is_over_is_dropped(tmp_path: Path, monkeypatch: pytest.Monk
     played(tmp_path, play)
 
 
+def test_the_time_of_a_boot_that_ended_unseen_does_not_disturb_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine is killed and started again; the minute passes while its guest still boots."""
+    monkeypatch.setattr(adapter, "EVERY_S", 0.1)
+    monkeypatch.setattr(adapter, "LOOK_S", 0.02)
+
+    async def play(scene: Scene) -> None:
+        scene.guests[ID] = Good()
+        await scene.provision()
+        slow = scene.guests[ID] = Good()
+        slow.frozen.clear()
+        booting = asyncio.ensure_future(scene.provision(boot=2))
+        await soon("the old one is dropped", lambda: scene.channel._kept.boots == {})
+        slow.frozen.set()
+        assert (await booting).version
+        assert scene.channel._kept.boots == {ID: 2}
+
+    played(tmp_path, play)
+
+
 def test_after_a_restart_the_guests_are_kept_on_time(tmp_path: Path) -> None:
     async def play(scene: Scene) -> None:
         good = scene.guests[ID] = Good()

@@ -132,6 +132,27 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "AGAIN_S", (0.02, 0.05, 0.1, 0.2))
 
 
+def test_a_full_disk_of_the_host_freezes_a_machine_and_is_told_once(tmp_path: Path) -> None:
+    async def play(s: Scene) -> None:
+        await s.create()
+        await s.boot()
+        for times in (1, 2):
+            s.helper.full = True
+            s.helper.status[ID] = "io-error"
+            for _ in range(3):
+                (seen,) = (await s.engine.every(Empty(), CALL)).instances
+                assert seen.state == "paused"
+            await soon("it is noted", lambda: s.kinds().count("vmm-stalled") == times)  # noqa: B023
+            with pytest.raises(Refusal, match="disk is full") as refused:
+                await s.engine.resume(Vmm(instance=ID, boot=1), CALL)
+            assert refused.value.reason is Reason.DISK_FULL
+            s.helper.full = False
+            assert (await s.engine.resume(Vmm(instance=ID, boot=1), CALL)).state == "running"
+        assert s.kinds() == ["vmm-started", "vmm-stalled", "vmm-stalled"]
+
+    played(tmp_path, play)
+
+
 def test_the_life_of_a_machine(tmp_path: Path) -> None:
     async def play(s: Scene) -> None:
         await s.create()

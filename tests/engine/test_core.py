@@ -63,6 +63,7 @@ def test_the_profile_is_what_was_asked_for() -> None:
     [
         ("running", "running", "running"),
         ("running", "paused", "paused"),
+        ("running", "stalled", "paused"),
         ("running", "unreachable", "unreachable"),
         ("running", None, "unreachable"),
         ("starting", None, "unreachable"),

@@ -104,10 +104,10 @@ async def stop(sock: socket.socket) -> None:
     await monitor.change(sock, "stop")
 
 
-@pytest.mark.parametrize("status", ["running", "paused", "prelaunch"])
+@pytest.mark.parametrize("status", ["running", "paused", "prelaunch", "io-error"])
 def test_a_good_one_is_believed(status: str) -> None:
     answer = json.dumps({"return": {"status": status}}).encode()[:-1] + b',"id":ID}\n'
-    expected = "running" if status == "running" else "paused"
+    expected = {"running": "running", "io-error": "stalled"}.get(status, "paused")
     assert played(qmp(EVENT * 5 + answer), monitor.state) == expected
 
 

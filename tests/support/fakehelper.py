@@ -48,6 +48,7 @@ class FakeHelper:
         self.refuses: dict[str, Refused] = {}
         self.drop: set[str] = set()  # operations that end the connection, once each
         self.status: dict[str, str] = {}
+        self.full = False  # the host's disk: who goes on is stopped by it again
         self.monitors_open: dict[str, int] = {}
         self.monitors_most = 0
         self.on_dial: Callable[[socket.socket], None] = lambda sock: sock.close()
@@ -200,7 +201,8 @@ class FakeHelper:
                 asked = json.loads(data)
                 result: dict[str, Any] = {}
                 if asked["execute"] in ("stop", "cont"):
-                    self.status[instance] = "paused" if asked["execute"] == "stop" else "running"
+                    goes_on = "io-error" if self.full else "running"
+                    self.status[instance] = "paused" if asked["execute"] == "stop" else goes_on
                 elif asked["execute"] == "query-status":
                     result = {"status": self.status[instance]}
                 answer = {"return": result} | ({"id": asked["id"]} if "id" in asked else {})

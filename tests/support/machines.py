@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from support import vm
-from support.house import House, inner_pid
+from support import procs, vm
+from support.house import House, contract, inner_pid
 from support.notes import Notes
 from support.until import until
 
@@ -27,15 +27,33 @@ from agent_box.bus.schema import Empty
 from agent_box.channel import contract as channel
 from agent_box.engine import contract as engine
 from agent_box.engine.image import boxguest, build, manifest
+from agent_box.process import confine
 
 PARTS = ("kernel", "initramfs", "variant", "guest")
 DISK = 256 << 20
+# The channel as it is, but for the host's wall clock: a file says how far that is off.
+CHANNEL = """
+import sys, time
+from pathlib import Path
+from agent_box.channel import adapter, keeper
+from agent_box.channel.contract import CONTRACT
+from agent_box.process import skeleton
+file = Path(sys.argv.pop(1))
+adapter.Clocks = lambda: keeper.Clocks(wall=lambda: time.time_ns() + int(file.read_text()))
+skeleton.run(CONTRACT, adapter.build)
+"""
 
 
 class Machines(House):
-    """A house whose engine starts machines under TCG. `close` ends and removes all of them."""
+    """A house whose engine starts machines under TCG. `close` ends and removes all of them.
 
-    def __init__(self, *, accel: str | None = "tcg") -> None:
+    Args:
+        accel: in the config; None: not there.
+        instances_bytes: of a file system on which the instances lie. The helper that
+            `start_helper` starts and its children see it, and it is gone with that helper.
+    """
+
+    def __init__(self, *, accel: str | None = "tcg", instances_bytes: int | None = None) -> None:
         super().__init__()
         self.config.write_text(
             "version = 1\n" if accel is None else f'version = 1\n[engine]\naccel = "{accel}"\n'
@@ -51,6 +69,7 @@ class Machines(House):
         parts = {part: getattr(self.image, part).sha256 for part in PARTS}
         self.images = engine.Images(harness=None, **parts)
         self.helper: subprocess.Popen[str] | None = None
+        self._instances_bytes = instances_bytes
         self.services: dict[str, subprocess.Popen[str]] = {}
         self.notes = Notes(self.paths)
         self.made: list[str] = []
@@ -78,8 +97,16 @@ class Machines(House):
 
     def start_helper(self) -> None:
         words = ["--runtime", str(self.paths.runtime), "--state", str(self.paths.state)]
+        within = []
+        if self._instances_bytes is not None:
+            within = ["/usr/bin/bwrap", "--die-with-parent", "--dev-bind", "/", "/"]
+            within += ["--perms", "0700", "--size", str(self._instances_bytes)]
+            within += ["--tmpfs", str(self.paths.state / "instances"), "--"]
         self.helper = self.run(
-            [sys.executable, "-I", "-B", "-m", "agent_box.helper", "--mode", "user", *words],
+            [
+                *(*within, sys.executable, "-I", "-B", "-m", "agent_box.helper"),
+                *("--mode", "user", *words),
+            ],
             self.root / "helper.log",
         )
 
@@ -87,6 +114,32 @@ class Machines(House):
         assert self.helper is not None
         self.helper.kill()
         self.helper.wait()
+
+    def start_channel(self, off_ns: int) -> None:
+        """A channel that sees the host's clock so far off; `move_clock` moves it again."""
+        self.kill("channel")
+        self.move_clock(off_ns)
+        words = list(confine.arguments(contract("channel"), self.paths, self.config))
+        at = words.index("-m")
+        words[at : at + 2] = ["-c", CHANNEL, str(self._clock)]
+        self.services["channel"] = self.start("channel", words)
+
+    def move_clock(self, off_ns: int) -> None:
+        new = self._clock.with_suffix(".new")
+        new.write_text(str(off_ns))
+        new.replace(self._clock)
+
+    @property
+    def _clock(self) -> Path:
+        return self.paths.data("channel") / "clock"
+
+    def instances(self) -> Path:
+        """The directory of instances, as the helper sees it."""
+        if self._instances_bytes is None:
+            return self.paths.state / "instances"
+        assert self.helper is not None
+        (inner,) = procs.descendants(self.helper.pid)[:1]
+        return Path(f"/proc/{inner}/root{self.paths.state / 'instances'}")
 
     def restart(self, service: str) -> None:
         """Starts it, after a kill -9 when it runs."""
@@ -173,13 +226,13 @@ class Machines(House):
 
     def vmm_pid(self, instance: str) -> int:
         """As the host numbers it: from the helper's record."""
-        path = self.paths.state / "instances" / instance / "state.json"
+        path = self.instances() / instance / "state.json"
         pid = json.loads(path.read_text())["procs"]["vmm"]["pid"]
         assert isinstance(pid, int)
         return pid
 
     def console(self, instance: str) -> str:
-        directory = self.paths.state / "instances" / instance
+        directory = self.instances() / instance
         names = sorted(directory.glob("console*"))
         return "".join(name.read_text(errors="replace") for name in names)
 
