@@ -327,7 +327,7 @@ def test_the_time_of_a_boot_that_ended_unseen_does_not_disturb_the_next(
         await scene.provision()
         slow = scene.guests[ID] = Good()
         slow.frozen.clear()
-        booting = asyncio.ensure_future(scene.provision(boot=2))
+        booting = scene.tasks.hold(scene.provision(boot=2), name="booting")
         await soon("the old one is dropped", lambda: scene.channel._kept.boots == {})
         slow.frozen.set()
         assert (await booting).version
