@@ -108,7 +108,10 @@ def _rank(route: Route) -> tuple[int, int, int]:
 
 def _pieces(route: Route) -> list[str]:
     path = route.path[1:]
-    return (path.removesuffix("/") if route.match == "prefix" else path).split("/")
+    if route.match == "prefix":
+        path = path.removesuffix("/")
+        return path.split("/") if path else []  # none: all paths
+    return path.split("/")
 
 
 def _matches(route: Route, target: Target) -> bool:
@@ -116,8 +119,6 @@ def _matches(route: Route, target: Target) -> bool:
         return target.path == route.path
     pieces = _pieces(route)
     if route.match == "prefix":
-        if pieces == [""]:
-            return True  # all paths
         return target.segments[: len(pieces)] == tuple(pieces)
     return len(pieces) == len(target.segments) and all(
         segment != "" if piece.startswith("{") else piece == segment
