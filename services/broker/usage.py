@@ -12,13 +12,10 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from agent_box.broker.refusal import Reason, Refuse
 from agent_box.config.model import Binding
-
-if TYPE_CHECKING:
-    from agent_box.broker.prices import Prices
 
 EVENT_MAX: Final = 1 << 20  # bytes of one event; a longer one is not read
 JSON_MAX: Final = 8 << 20  # bytes of a reply in one piece; a longer one is not read
@@ -233,7 +230,13 @@ class Spent:
     cost: int  # millionths
 
 
-def allowed(binding: Binding, spent: Spent, prices: Prices) -> Refuse | None:
+class Priced(Protocol):
+    """A table of prices (`prices.Prices`)."""
+
+    def knows(self, kind: str) -> bool: ...
+
+
+def allowed(binding: Binding, spent: Spent, prices: Priced) -> Refuse | None:
     """Whether the binding's budget allows another request.
 
     Requests under way are not in `spent` with their tokens yet, so a budget of tokens or
