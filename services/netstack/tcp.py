@@ -55,8 +55,9 @@ MSS: Final = MTU - 40
 SCALE: Final = 7  # of the windows that we advertise
 SEGMENT_MAX: Final = IP_MAX - 40
 RTO_S: Final = 1.0  # RFC 6298 §2.4: the least, and the first
-RTO_MAX_S: Final = 60.0
+RTO_MAX_S: Final = 8.0  # the link is local: trying again costs one segment
 SYN_TRIES: Final = 6
+EARLY_MAX: Final = 256  # segments of a flow kept that came before their time
 KEPT_MAX: Final = 1024  # segments of a flow kept at a time
 SMALL: Final = 8192  # data up to this is copied, so that its 64 KiB slot is free again
 BURST: Final = 512 << 10  # sent again at once after a loss; more as it is acknowledged
@@ -140,10 +141,10 @@ class Tcp:
     """
 
     __slots__ = (
-        "_backoff", "_dup", "_ip_sum", "_pseudo", "_recover", "_rtx", "_shift", "_shown",
-        "_tries", "armed", "arrived", "blocked", "deadline", "due", "fin_acked", "fin_sent",
-        "finished", "heard", "holding", "key", "mss", "rcv_nxt", "resend", "scaled", "snd_nxt",
-        "snd_una", "snd_wnd", "state", "wire",
+        "_backoff", "_careful", "_dup", "_early", "_ip_sum", "_pseudo", "_recover", "_rtx",
+        "_shift", "_shown", "_tries", "armed", "arrived", "blocked", "deadline", "due", "fin_acked",
+        "fin_sent", "finished", "heard", "holding", "key", "mss", "rcv_nxt", "resend", "scaled",
+        "snd_nxt", "snd_una", "snd_wnd", "state", "wire",
     )  # fmt: skip
 
     def __init__(self, wire: Wire, key: bytes, iss: int) -> None:
@@ -160,11 +161,13 @@ class Tcp:
         self._shown = 0
         self._rtx: list[tuple[int, int, memoryview | bytes, memoryview | None]] | None = None
         self._dup = 0
+        self._careful = False
         self._recover: int | None = None
         self._backoff = RTO_S
         self._tries = 0
         self.resend: int | None = None
         self.arrived: list[memoryview] | None = None
+        self._early: list[tuple[int, bytes]] | None = None
         self.holding = 0
         self.finished = self.fin_sent = self.fin_acked = False
         self.blocked = False
@@ -265,9 +268,9 @@ class Tcp:
                 if slot is not None:
                     wire.give_back(slot)
         self._rtx = None
-        wire.held -= self.holding
+        wire.held -= self.holding + sum(len(data) for _, data in self._early or ())
         self.holding = 0
-        self.arrived = None
+        self.arrived = self._early = None
 
     def taken(self, count: int) -> None:
         """Upstream took bytes. The guest hears of it once the window opened by half."""
@@ -302,8 +305,10 @@ class Tcp:
         if at is None or self.state != OPEN:
             return False
         una = self.snd_una
-        # What the guest can take, and not all of it at once: a burst was lost already.
-        limit = min(max(self.snd_wnd, 1), BURST)
+        # What the guest can take, and not all of it at once: a burst was lost already. After a
+        # timeout the way may be shut, so one segment goes until something is acknowledged.
+        edge = max(self.snd_wnd, 1)
+        limit = min(edge, 1 if self._careful else BURST)
         sent = 0
         for seq, end, data, _ in self._rtx or ():
             skip = (at - seq) & _M
@@ -318,10 +323,10 @@ class Tcp:
             if sent >= most:
                 self.resend = start
                 return True
-            fit = min(len(data) - skip, limit - ((start - una) & _M))
+            fit = min(len(data) - skip, edge - ((start - una) & _M))
             self._emit(start, ACK | PSH, data[skip : skip + fit] if fit < len(data) else data)
             sent += fit
-            if fit < len(data) - skip:
+            if fit < len(data) - skip:  # as far as the window reaches
                 self.resend = (start + fit) & _M
                 return False
         self.resend = None
@@ -394,9 +399,11 @@ class Tcp:
         self.heard = wire.now
         length = 0 if payload is None else len(payload)
         ahead = (seq - self.rcv_nxt) & _M
+        old = (-ahead) & _M
         if ahead:
-            old = (-ahead) & _M
             if ahead < _HALF:  # a gap: each such segment is answered, so that the guest counts
+                if payload is not None and not self.finished:
+                    self._keep(ahead, payload)
                 self._emit(self.snd_nxt, ACK)
                 return found
             if old >= length + (flags & FIN) or payload is None:
@@ -422,6 +429,9 @@ class Tcp:
             wire.held += length
             self.rcv_nxt = (self.rcv_nxt + length) & _M
             self._shown -= length
+            if self._early is not None:
+                self._join(self._early, self.arrived)
+                whole = whole and self.rcv_nxt == (seq + old + length) & _M
         if flags & FIN and whole:
             self.finished = True
             self.rcv_nxt = (self.rcv_nxt + 1) & _M
@@ -452,10 +462,54 @@ class Tcp:
             self.probe()
             return 0
         self._recover = self.snd_nxt
+        self._careful = True
         self.resend = self.snd_una
         return ROOM
 
     # -- inside
+
+    def _keep(self, ahead: int, payload: memoryview) -> None:
+        """Holds what came before its time: the guest's kernel counts on it when it sends again.
+
+        A FIN there does not count; it comes again.
+        """
+        wire = self.wire
+        if ahead + len(payload) > self._shown or wire.held >= wire.memory:
+            return
+        early = self._early
+        if early is None:
+            early = self._early = []
+        if len(early) >= EARLY_MAX:
+            return
+        at = len(early)
+        while at and (early[at - 1][0] - self.rcv_nxt) & _M >= ahead:
+            at -= 1
+        seq = (self.rcv_nxt + ahead) & _M
+        if at < len(early) and early[at][0] == seq and len(early[at][1]) >= len(payload):
+            return
+        early.insert(at, (seq, bytes(payload)))
+        wire.held += len(payload)
+
+    def _join(self, early: list[tuple[int, bytes]], arrived: list[memoryview]) -> None:
+        """Takes what follows now without a gap."""
+        wire = self.wire
+        done = 0
+        for seq, data in early:
+            known = (self.rcv_nxt - seq) & _M
+            if known >= _HALF:
+                break
+            done += 1
+            wire.held -= len(data)
+            fresh = len(data) - known
+            if fresh > 0:
+                arrived.append(memoryview(data)[known:])
+                self.holding += fresh
+                wire.held += fresh
+                self.rcv_nxt = (self.rcv_nxt + fresh) & _M
+                self._shown -= fresh
+        del early[:done]
+        if not early:
+            self._early = None
 
     def _before(
         self, seq: int, ack: int, flags: int, window: int, payload: memoryview | None
@@ -516,6 +570,7 @@ class Tcp:
             elif done:
                 del rtx[:done]
         self.snd_una = ack
+        self._careful = False
         self._dup = 0
         self._backoff = RTO_S
         self.heard = wire.now

@@ -7,6 +7,7 @@ import select
 import sys
 import threading
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from agent_box.config.egress import Action
 from agent_box.netstack.contract import Policy, Rule
 from agent_box.netstack.plane import Plane
 from agent_box.netstack.reports import Report
+from agent_box.netstack.tcp import DEAD, KEPT_MAX, Tcp
 
 T = TypeVar("T")
 
@@ -127,3 +129,25 @@ class Running:
                 self._todo.pop(0)()
             if self._over or self.plane.closed:
                 return
+
+
+def machine_invariants(machine: Tcp) -> None:
+    """What holds of a TCP machine after whatever it saw."""
+    mask = 0xFFFFFFFF
+    wire = machine.wire
+    flight = (machine.snd_nxt - machine.snd_una) & mask
+    kept = machine._rtx or []
+    assert flight <= wire.sending + 2
+    assert sum((end - seq) & mask for seq, end, _, _ in kept) <= flight + 65535
+    for (_, end, _, _), (start, _, _, _) in zip(kept, kept[1:], strict=False):
+        assert end == start, "a hole in what is kept"
+    assert 0 <= machine.holding <= wire.window
+    assert 0 <= machine._shown <= wire.window
+    assert wire.held >= 0 and wire.kept >= 0
+    assert len(kept) <= KEPT_MAX
+    if machine.state == DEAD:
+        assert machine.deadline == inf and not kept and not machine.holding
+    if machine.fin_acked:
+        assert machine.fin_sent and not flight
+    if machine.resend is not None:
+        assert (machine.resend - machine.snd_una) & mask <= flight

@@ -23,8 +23,9 @@ class Server:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        self.sock.shutdown(socket.SHUT_RDWR)
-        self.sock.close()
+        if self.sock.fileno() >= 0:
+            self.sock.shutdown(socket.SHUT_RDWR)
+            self.sock.close()
 
     def _accept(self) -> None:
         while True:

@@ -78,15 +78,15 @@ class TunGuest:
 
     def inside(self, *words: str) -> list[str]:
         """The command line that runs another one inside."""
-        pid = self._child()
-        return ["nsenter", "--preserve-credentials", "-U", "-n", "-t", str(pid), *words]
+        return ["nsenter", "--preserve-credentials", "-U", "-n", "-t", str(self.pid()), *words]
 
     def close(self) -> None:
         self._control.close()
         self.process.kill()
         self.process.wait()
 
-    def _child(self) -> int:
+    def pid(self) -> int:
+        """Of the process that pumps."""
         self._control.sendall(b"pid")
         return int(self._control.recv(64))
 
