@@ -7,6 +7,7 @@ name exists is the body's affair.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -83,6 +84,18 @@ def word(untrusted: str) -> str:
         untrusted.encode()
     except UnicodeEncodeError:
         raise ValueError("UTF-8 text") from None
+    return untrusted
+
+
+def argument(untrusted: str) -> bytes:
+    """One word of a guest's command line: the very bytes that we were given."""
+    return os.fsencode(untrusted)
+
+
+def terminal(untrusted: str) -> str:
+    """The id of a terminal, as `attach --list` tells it."""
+    if not re.fullmatch(r"[0-9a-f]{1,32}", untrusted, re.ASCII):
+        raise ValueError("the id of a terminal, as attach --list tells it")
     return untrusted
 
 

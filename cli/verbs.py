@@ -108,6 +108,8 @@ def _attach(given: Mapping[str, Any]) -> None:
         raise Usage("attach: --list stands alone")
     if given["shell"] and given["terminal"] is not None:
         raise Usage("attach: --shell opens a new terminal, --terminal joins one; give one of them")
+    if given["env"] and not given["shell"]:
+        raise Usage("attach: --env goes with --shell")
 
 
 def _run(given: Mapping[str, Any]) -> None:
@@ -296,13 +298,19 @@ VERBS: Final[tuple[Verb, ...]] = (
                 "keys joined by commas",
                 default=values.DEFAULT_DETACH_KEYS,
             ),
-            option("--terminal", "ID", values.session, "join this terminal"),
+            option("--terminal", "ID", values.terminal, "join this terminal"),
             switch("--list", "list the terminals"),
+            option(
+                "--env", "K=V", values.environment, "set a variable; may be repeated", many=True
+            ),
         ),
-        entry="terminal",
+        body="terminal:attach",
         check=_attach,
-        streams="always",
-        detail="Exits with the status of the program, 128 plus the signal, or 0 when detached.",
+        detail=(
+            "Exits with the status of the program, 128 plus the signal, or 0 when detached; a "
+            "terminal that was left goes on. Without --shell it joins the harness, which is not "
+            "built yet."
+        ),
     ),
     Verb(
         "exec",
@@ -319,12 +327,15 @@ VERBS: Final[tuple[Verb, ...]] = (
             option("--timeout", "SECONDS", values.integer(1, 31_536_000), "then exit 124"),
             switch("--tty", "give the command a terminal"),
             positional(
-                "CMD", values.word, "the command and its arguments", dest="command", many=True
+                "CMD", values.argument, "the command and its arguments", dest="command", many=True
             ),
         ),
-        entry="terminal",
+        body="terminal:exec_command",
         streams="always",
-        detail="Exits with the status of the command; stdout and stderr stay apart.",
+        detail=(
+            "Exits with the status of the command, or 128 plus the signal that ended it; stdin, "
+            "stdout and stderr are its own, and signals are passed on."
+        ),
     ),
     Verb(
         "run",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import select
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 import zmq
 
@@ -32,6 +33,9 @@ class Client:
         server_key: public key of `service`, Z85.
         contract: of `service`.
         context: to share one among several clients; otherwise the client has its own.
+
+    Attributes:
+        descriptors: to wait on for reading; see `attend`.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Client:
         self._poll = select.poll()
         self._poll.register(descriptor(self._link.socket), select.POLLIN)
         self._poll.register(self._monitor_fd, select.POLLIN)
+        self.descriptors: Final = (descriptor(self._link.socket), self._monitor_fd)
         self._link.read()  # a pipe that was never read gives no signal
 
     def call(
@@ -113,6 +118,27 @@ class Client:
             Refusal: UNAVAILABLE, EXHAUSTED, or what the service said.
             ValueError, TypeError: not a stream that this contract knows.
         """
+        stream = self.opening(name, request, deadline_s=deadline_s)
+        try:
+            while not (stream.accepted or stream.done):
+                if not self._turn(stream.deadline_ns):
+                    why = f"{self.service} did not accept {name} in time"
+                    raise Refusal(Reason.UNAVAILABLE, why)
+            if stream.error is not None and not stream.waiting:
+                raise stream.error
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def opening(self, name: str, request: Wire, *, deadline_s: float = wire.OPEN_S) -> ClientStream:
+        """As `stream`, but waits for nothing: whoever has a loop of its own looks at
+        `ClientStream.accepted` and `done`, and closes it when its deadline passes.
+
+        Raises:
+            Refusal: EXHAUSTED, or BAD_REQUEST.
+            ValueError, TypeError: not a stream that this contract knows.
+        """
         method = self._methods.get(name)
         if not isinstance(method, Stream):
             raise ValueError(f"{self.service} has no stream {name!r}")
@@ -122,18 +148,20 @@ class Client:
             raise ValueError(f"a stream opens within {wire.OPEN_S} s")
         deadline = wire.now_ns() + int(deadline_s * wire.NS)
         flow = self._peer.open(method, pack(request, self.service, name), deadline, _nothing)
-        stream = ClientStream(self, flow)
-        try:
-            while not (flow.accepted or flow.done):
-                if not self._turn(deadline):
-                    why = f"{self.service} did not accept {name} in time"
-                    raise Refusal(Reason.UNAVAILABLE, why)
-            if flow.error is not None and not flow.inbox:
-                raise flow.error
-        except BaseException:
-            stream.close()
-            raise
-        return stream
+        return ClientStream(self, flow)
+
+    def attend(self) -> bool:
+        """Sends and reads all that can be now, without waiting. Whether anything came.
+
+        For a loop that waits on `descriptors` and on others. They tell of a change and not of a
+        state, and whatever is sent may take the signal with it: so this is the last thing before
+        each wait, and there is no waiting after it returned True.
+        """
+        link = self._link
+        came = link.read()
+        while link.write():
+            came = link.messages() or came
+        return came
 
     def close(self) -> None:
         """Closes the connection."""
@@ -181,6 +209,41 @@ class ClientStream:
     def __init__(self, client: Client, flow: Flow) -> None:
         self._client = client
         self._flow = flow
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the service has taken it up."""
+        return self._flow.accepted
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over; `waiting` items may still be there."""
+        return self._flow.done
+
+    @property
+    def error(self) -> Refusal | None:
+        """How it ended, when it did not end well."""
+        return self._flow.error
+
+    @property
+    def reply(self) -> Wire | None:
+        """With what it ended, when it ended well."""
+        return self._flow.result
+
+    @property
+    def credit(self) -> int:
+        """Items that `send` takes without waiting."""
+        return 0 if self._flow.done else self._flow.credit
+
+    @property
+    def waiting(self) -> int:
+        """Items that `recv` gives without waiting."""
+        return len(self._flow.inbox)
+
+    @property
+    def deadline_ns(self) -> int:
+        """CLOCK_BOOTTIME, until when the service must have accepted it."""
+        return self._flow.deadline
 
     def send(self, item: Wire) -> None:
         """Sends one item; waits for credit.

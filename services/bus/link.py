@@ -68,13 +68,14 @@ class Link:
         self.monitor.linger = 0
         dealer.connect(f"ipc://{sock}")
 
-    def read(self) -> None:
-        """Feeds the peer with all that has arrived.
+    def read(self) -> bool:
+        """Feeds the peer with all that has arrived. Whether that was anything.
 
         Messages before the news that the line broke: what was answered was answered.
         """
-        self.messages()
+        came = self.messages()
         while readable(self.monitor):
+            came = True
             event, _value = _EVENT.unpack(receive(self.monitor)[0])
             if event == zmq.EVENT_DISCONNECTED:
                 self.messages()
@@ -83,6 +84,7 @@ class Link:
                 self.peer.connected()
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.peer.denied()
+        return came
 
     def write(self) -> bool:
         """Sends what the peer has to say.
@@ -114,10 +116,13 @@ class Link:
             return
         self._feed(untrusted)
 
-    def messages(self) -> None:
-        """Feeds the peer with the messages that have arrived."""
+    def messages(self) -> bool:
+        """Feeds the peer with the messages that have arrived. Whether there was one."""
+        came = False
         while readable(self.socket):
+            came = True
             self._feed(receive(self.socket))
+        return came
 
     def _feed(self, untrusted: list[bytes]) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from support.place import Place
 from support.toy import Blob, Number, Text
+from support.until import until
 
 from agent_box.bus import keys
 from agent_box.bus.base import Ask
@@ -305,3 +307,52 @@ def test_a_secret_is_in_no_message(place: Place) -> None:
     with place.client() as client:
         error = refused(lambda: client.call("ping", Empty(), deadline_s=0.05))
         assert pair.reveal().decode() not in f"{error!r} {vars(client)}"
+
+
+# ------------------------------------------------------- a loop of the caller's own
+
+
+def test_a_stream_in_a_loop_of_ones_own(toy_process: Place) -> None:
+    """Waiting on the descriptors, with `attend` before each wait, nothing is missed."""
+    with toy_process.client() as client:
+        poll = select.poll()
+        for number in client.descriptors:
+            poll.register(number, select.POLLIN)
+        with client.opening("mirror", Empty()) as stream:
+            assert not stream.accepted and stream.credit == 0 and stream.waiting == 0
+            sent, got, count = 0, [], 2_000
+            while len(got) < count:
+                while stream.credit and sent < count:
+                    stream.send(Blob(data=b"%d" % sent))
+                    sent += 1
+                while stream.waiting:
+                    item = stream.recv()
+                    assert isinstance(item, Blob)
+                    got.append(item.data)
+                if not client.attend() and len(got) < count:
+                    assert poll.poll(20_000), (sent, len(got), stream.credit)
+            assert got == [b"%d" % n for n in range(count)]
+            assert stream.finish() == Number(n=count)
+            assert stream.done and stream.reply == Number(n=count) and stream.error is None
+
+
+def test_a_stream_that_is_opening_while_nobody_serves(place: Place) -> None:
+    with place.client() as client, client.opening("mirror", Empty(), deadline_s=5) as stream:
+        assert not client.attend() and not stream.accepted and not stream.done
+        assert stream.deadline_ns > time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        place.spawn()
+        until("it is accepted", lambda: client.attend() and stream.accepted)
+        place.kill()
+        until("it is lost", lambda: client.attend() and stream.done)
+        assert stream.error is not None and stream.error.reason is Reason.CONNECTION_LOST
+        assert stream.credit == 0
+
+
+def test_what_is_no_stream_is_not_opened(toy_process: Place) -> None:
+    with toy_process.client() as client:
+        with pytest.raises(ValueError, match="no stream"):
+            client.opening("echo", Text(text="x"))
+        with pytest.raises(TypeError):
+            client.opening("mirror", Text(text="x"))
+        with pytest.raises(ValueError, match="opens within"):
+            client.opening("mirror", Empty(), deadline_s=31)

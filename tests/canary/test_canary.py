@@ -79,6 +79,8 @@ RUNS: dict[str, list[list[str]]] = {
     "uninstall": [["--system"]],
     "demo config": [[]],
     "completion": [["bash"]],
+    "attach": [["web1", "--list"], ["web1"], ["web1", "--shell"]],
+    "exec": [["web1", "true"]],
     "daemon": [[]],  # one runs, so it says no; --stop comes last
 }
 
