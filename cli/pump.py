@@ -81,10 +81,11 @@ class Pump(ABC):
     def signalled(self, number: int) -> None:
         """A signal came."""
 
+    @abstractmethod
     def wait_s(self) -> float | None:
         """Seconds after which `tick` wants to be called."""
-        return None
 
+    @abstractmethod
     def tick(self) -> None:
         """Called after each wait."""
 
