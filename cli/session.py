@@ -192,14 +192,16 @@ class Session(ABC):
     # What differs.
 
     @abstractmethod
-    def _request(self) -> Wire: ...
+    def _request(self) -> Wire:
+        """With what the next stream is opened."""
 
     @abstractmethod
     def _up(self) -> Wire | None:
         """The next item to send, if there is one."""
 
     @abstractmethod
-    def _arrived(self, item: Wire) -> tuple[int, bytes]: ...
+    def _arrived(self, item: Wire) -> tuple[int, bytes]:
+        """An item came: number of the descriptor that it is for, and bytes."""
 
     # ------------------------------------------------------------------
 

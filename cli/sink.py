@@ -71,8 +71,7 @@ class Sink:
         Raises:
             OSError: EPIPE, nobody reads any more; ENOSPC and others.
         """
-        with memoryview(self._waiting) as view:
-            done = self._write(view[: self._piece])
+        done = self._write(bytes(self._waiting[: self._piece]))
         del self._waiting[:done]
 
     def drop(self) -> bool:
@@ -88,7 +87,7 @@ class Sink:
         if self._socket is not None:
             self._socket.close()
 
-    def _write(self, data: bytes | memoryview) -> int:
+    def _write(self, data: bytes) -> int:
         try:
             if self._socket is not None:
                 done = self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
