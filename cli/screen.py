@@ -5,7 +5,7 @@ guest is hostile, so of its escape sequences only those pass that are listed her
 well formed; a terminal that would read one differently than we do never gets to see it. The
 rest is dropped, and what is malformed loses its escape and is printed as the text it is.
 
-The policy (docs/terminals.md says it for operators):
+The policy (docs/attach.md says it for operators):
 - text, colours, cursor, modes, hyperlinks and titles pass;
 - the clipboard (OSC 52) is neither written nor read; files, notifications, fonts, keyboards
   and printers (OSC 9, 50, 777, 1337, DECUDK, MC, Kitty's APC) are not reached; a sequence that
