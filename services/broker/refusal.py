@@ -47,6 +47,13 @@ class Reason(StrEnum):
     # beside the gate
     BUDGET = "budget"
     REPLY_BAD = "reply-bad"
+    HEAD_TIMEOUT = "head-timeout"
+    BODY_BAD = "body-bad"  # not framed as its head says, or too large
+    UPSTREAM_DNS = "upstream-dns"
+    UPSTREAM_CONNECT = "upstream-connect"
+    UPSTREAM_TLS = "upstream-tls"
+    UPSTREAM_TIMEOUT = "upstream-timeout"
+    UPSTREAM_GARBAGE = "upstream-garbage"  # no HTTP, or the connection's end in place of a reply
 
 
 @dataclass(frozen=True)

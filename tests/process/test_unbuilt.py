@@ -14,7 +14,7 @@ from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.schema import Empty, Method, Stream
 from agent_box.process.skeleton import Unbuilt
 
-UNBUILT = ("broker", "channel", "netstack")  # the last two in part
+UNBUILT = ("channel", "netstack")  # in part
 
 
 @pytest.fixture(scope="module")

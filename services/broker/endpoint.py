@@ -1,0 +1,85 @@
+"""The socket of one instance: whoever connects to it is that instance, and nobody else.
+
+It lies in a directory of its own, which is shown to that instance's network worker alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from agent_box.broker.guest import Guest
+from agent_box.broker.session import Boot, Desk, Session
+from agent_box.process.paths import SOCKET_PATH_MAX
+from agent_box.process.tasks import TaskSet
+
+SOCKET: Final = "sock"
+_BACKLOG: Final = 128
+
+
+class Endpoint:
+    """Args:
+    room: the directory; made when it is missing.
+    instance: whose it is.
+    boot: what runs of it now.
+    """
+
+    def __init__(
+        self, room: Path, instance: str, boot: Callable[[], Boot | None], desk: Desk
+    ) -> None:
+        self._room: Final = room
+        self._instance: Final = instance
+        self._boot: Final = boot
+        self._desk: Final = desk
+        self._tasks: Final = TaskSet(desk.log)  # a defect ends one connection, and is logged
+        self._open: set[Guest] = set()
+        self._server: asyncio.AbstractServer | None = None
+
+    async def open(self) -> None:
+        """Raises:
+        OSError: the socket cannot be made.
+        """
+        with suppress(FileExistsError):
+            self._room.mkdir(mode=0o700)
+        path = self._room / SOCKET
+        with suppress(FileNotFoundError):
+            path.unlink()  # of an earlier start of the broker
+        directory = os.open(self._room, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            short = len(os.fsencode(path)) <= SOCKET_PATH_MAX
+            name = str(path) if short else f"/proc/self/fd/{directory}/{SOCKET}"
+            self._server = await asyncio.start_unix_server(
+                self._accepted, name, limit=self._desk.limits.chunk, backlog=_BACKLOG
+            )
+        finally:
+            os.close(directory)
+
+    async def close(self) -> None:
+        """Ends what runs through it: each connection is reset."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        with suppress(FileNotFoundError):
+            (self._room / SOCKET).unlink()
+        for guest in list(self._open):
+            guest.close()
+        await self._tasks.cancel()
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= self._desk.limits.connections:
+            writer.transport.abort()
+            return
+        guest = Guest(reader, writer, self._desk.limits)
+        self._open.add(guest)
+        self._tasks.spawn(self._serve(guest), name="session")
+
+    async def _serve(self, guest: Guest) -> None:
+        try:
+            await Session(guest, self._instance, self._boot, self._desk).run()
+        finally:
+            self._open.discard(guest)
+            guest.close()

@@ -1,0 +1,394 @@
+"""One exchange that the gate let through: the request up, the reply down, both as they come.
+
+Nothing is buffered but a chunk each way; a slow reader slows its writer. A reply that carries
+the credential back is cut before the guest has it. What the guest saw complete was counted
+before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import h11
+
+from agent_box.broker import forward, gate, scrub, usage
+from agent_box.broker.guest import Gone, Guest, headers_of
+from agent_box.broker.head import Head
+from agent_box.broker.ledger import Count
+from agent_box.broker.limits import Limits
+from agent_box.broker.refusal import Reason, Refuse
+from agent_box.broker.upstream import Connection
+from agent_box.process.tasks import TaskSet
+
+FLUSH_BYTES: Final = 4 << 20  # counted at the latest when so many were moved
+_SWITCHING: Final = 101
+
+
+class Stale(Exception):
+    """A kept connection had been closed before the upstream read this request."""
+
+
+class Refused(Exception):
+    """No reply was begun; `refuse` is the answer."""
+
+    def __init__(self, refuse: Refuse) -> None:
+        super().__init__(refuse.message)
+        self.refuse: Final = refuse
+
+
+class Cut(Exception):
+    """The reply held the credential, or could not be searched for it. `why` is a word."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why: Final = why
+
+
+class Broken(Exception):
+    """The reply had begun and cannot be finished: the connection is reset."""
+
+
+class Ended(NamedTuple):
+    """How far an exchange came. `whole`: its reply is complete."""
+
+    bytes_up: int
+    bytes_down: int
+    whole: bool
+
+
+class Exchange:
+    """Args:
+    inject: what the gate gave for this request and this connection.
+    kept: of the request's body, what was read already.
+    continued: the guest was told to send its body.
+    body_max: bytes of the body; None: any number.
+    count: is told what was used, as it happens.
+    tasks: where the way up runs.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        inject: gate.Inject,
+        guest: Guest,
+        connection: Connection,
+        *,
+        kept: list[bytes],
+        continued: bool,
+        body_max: int | None,
+        count: Callable[[Count], object],
+        measured: Callable[[usage.Meter | None, Ended], Count],
+        limits: Limits,
+        tasks: TaskSet,
+    ) -> None:
+        self._head: Final = head
+        self._inject: Final = inject
+        self._guest: Final = guest
+        self._connection: Final = connection
+        self._kept: Final = kept
+        self._continued: Final = continued
+        self._body_max: Final = body_max
+        self._count: Final = count
+        self._measured: Final = measured
+        self._limits: Final = limits
+        self._tasks: Final = tasks
+        self._machine: Final = h11.Connection(
+            h11.CLIENT, max_incomplete_event_size=limits.head_bytes
+        )
+        self._needles: Final = scrub.Needles(inject)
+        self._moved = Count()
+        self._up = self._down = 0  # bytes of the whole exchange
+        self._sent = asyncio.get_running_loop().time()  # the last of the request
+        self._heard = False  # anything of a reply
+        self._meter: usage.Meter | None = None
+        self._settled = False  # its tokens are counted
+        self._bad_body: Refuse | None = None
+        self._gone = False
+        self.reusable = False  # the connection, for another exchange
+
+    async def run(self) -> None:
+        """Raises:
+        Refused, Stale: nothing was sent to the guest.
+        Cut, Broken, guest.Gone: its connection must be reset.
+        """
+        self._write(self._machine.send(forward.request(self._inject)))
+        self._uploading = self._tasks.hold(self._upload(), name="upload")
+        try:
+            async with asyncio.timeout(self._limits.transfer_s) as self._whole:
+                await self._download()
+        except TimeoutError:
+            raise self._broken(Reason.UPSTREAM_TIMEOUT, 504, "the exchange took too long") from None
+        finally:
+            await self._end_upload()
+            if self._heard or self._gone:
+                self._settle(whole=False)
+            self._flush()
+        self.reusable = (
+            self._machine.our_state is h11.DONE
+            and self._machine.their_state is h11.DONE
+            and not self._machine.trailing_data[0]
+        )
+
+    # ------------------------------------------------------------------ up
+
+    async def _upload(self) -> None:
+        """Ends quietly: how the exchange ends is seen on the way down."""
+        try:
+            for part in self._kept:
+                await self._pass_up(part)
+            while True:
+                event = await self._guest.body()
+                if isinstance(event, h11.EndOfMessage):
+                    break
+                await self._pass_up(bytes(event.data))
+            trailers = forward.trailers(self._inject, event.headers.raw_items())
+            self._write(self._machine.send(h11.EndOfMessage(headers=trailers)))
+            self._sent = asyncio.get_running_loop().time()
+            await self._guest.left()
+            self._gone = True
+            self._connection.close()
+        except h11.RemoteProtocolError:
+            self._bad_body = Refuse(Reason.BODY_BAD, 400, "the body is not framed as its head says")
+            self._connection.close()
+        except Gone:
+            self._gone = True
+            self._connection.close()
+        except (OSError, TimeoutError, h11.LocalProtocolError):
+            pass  # the upstream takes no more; it may have answered already
+
+    async def _end_upload(self) -> None:
+        self._uploading.cancel()
+        await asyncio.wait((self._uploading,))
+
+    async def _pass_up(self, part: bytes) -> None:
+        if self._body_max is not None and self._up + len(part) > self._body_max:
+            self._bad_body = Refuse(Reason.BODY_BAD, 413, "the body is too large")
+            self._connection.close()
+            raise ConnectionResetError
+        self._write(self._machine.send(h11.Data(data=part)))
+        async with asyncio.timeout(self._limits.idle_s):
+            await self._connection.writer.drain()
+        self._sent = asyncio.get_running_loop().time()
+        self._up += len(part)
+        self._moved.bytes_up += len(part)
+        self._flush(FLUSH_BYTES)
+
+    def _write(self, data: bytes | None) -> None:
+        if data:
+            self._connection.writer.write(data)
+
+    # ------------------------------------------------------------------ down
+
+    async def _download(self) -> None:
+        while True:
+            event = await self._next()
+            if isinstance(event, h11.Response):
+                break
+            if not isinstance(event, h11.InformationalResponse):
+                raise self._broken(Reason.UPSTREAM_GARBAGE, 502, "the upstream sent no reply")
+            if event.status_code == _SWITCHING:
+                await self._upgraded(event)
+                return
+            await self._informational(event)
+        headers = self._reply(event)
+        self._meter = meter = self._meter_of(event)
+        search = scrub.Scrub(
+            self._needles,
+            _one(event, b"content-type"),
+            _one(event, b"content-encoding"),
+            None if meter is None else meter.feed,
+        )
+        await self._guest.send(
+            h11.Response(status_code=event.status_code, headers=headers, reason=b"")
+        )
+        while True:
+            part = await self._next()
+            if isinstance(part, h11.Data):
+                await self._pass_down(search, bytes(part.data))
+            elif isinstance(part, h11.EndOfMessage):
+                await self._finish(search, part)
+                return
+            else:
+                raise Broken
+
+    async def _informational(self, event: h11.InformationalResponse) -> None:
+        if event.status_code == 100 and self._continued:
+            return  # the guest was told to go on, to see what it asks for
+        await self._guest.send(
+            h11.InformationalResponse(
+                status_code=event.status_code, headers=self._reply(event), reason=b""
+            )
+        )
+
+    def _reply(self, event: h11.Response | h11.InformationalResponse) -> list[tuple[bytes, bytes]]:
+        """The headers for the guest."""
+        raw = list(headers_of(event))
+        if scrub.in_headers(self._needles, raw):
+            raise Cut("credential")
+        headers = forward.reply(
+            self._inject.binding, event.status_code, raw, method=self._head.method
+        )
+        if isinstance(headers, Refuse):
+            raise Refused(headers)
+        return headers
+
+    def _meter_of(self, event: h11.Response) -> usage.Meter | None:
+        if not 200 <= event.status_code < 300:
+            return None
+        return usage.meter(self._inject.binding.kind, _one(event, b"content-type"))
+
+    async def _pass_down(self, search: scrub.Scrub, part: bytes) -> None:
+        self._down += len(part)
+        self._moved.bytes_down += len(part)
+        self._flush(FLUSH_BYTES)
+        try:
+            clean = search.feed(part)
+        except scrub.Cut as cut:
+            raise Cut(cut.why) from None
+        if clean:
+            await self._guest.send(h11.Data(data=clean))
+
+    async def _finish(self, search: scrub.Scrub, end: h11.EndOfMessage) -> None:
+        try:
+            rest = search.finish()
+        except scrub.Cut as cut:
+            raise Cut(cut.why) from None
+        trailers = list(end.headers.raw_items())
+        if scrub.in_headers(self._needles, trailers):
+            raise Cut("credential")
+        # 204, for which there is no framing
+        kept = forward.reply(self._inject.binding, 204, trailers, method=self._head.method)
+        if isinstance(kept, Refuse):
+            raise Broken
+        self._settle(whole=True)
+        self._flush()
+        last: list[h11.Event] = [h11.Data(data=rest)] if rest else []
+        try:
+            await self._guest.send(*last, h11.EndOfMessage(headers=kept))
+        except h11.LocalProtocolError:
+            # Trailers after a body of known length: no reply of ours can carry them.
+            await self._guest.send(h11.EndOfMessage())
+
+    async def _next(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """The next event of the reply.
+
+        Raises:
+            Stale, Refused: nothing was sent to the guest yet.
+            Broken: something was.
+        """
+        while True:
+            try:
+                event = self._machine.next_event()
+            except h11.RemoteProtocolError:
+                raise self._broken(
+                    Reason.UPSTREAM_GARBAGE, 502, "the upstream's reply is not HTTP"
+                ) from None
+            if event is not h11.NEED_DATA:
+                return event
+            try:
+                more = await self._read()
+                self._machine.receive_data(more)
+                if not more and not self._heard:
+                    raise ConnectionResetError
+            except (OSError, h11.RemoteProtocolError):
+                raise self._lost() from None
+            self._heard = True
+
+    async def _read(self) -> bytes:
+        """The upstream's next bytes: within the time for an answer, or for a pause."""
+        while True:
+            now = asyncio.get_running_loop().time()
+            limit = self._limits.idle_s if self._guest.answered else self._limits.answer_s
+            until = (now if self._guest.answered else self._sent) + limit
+            try:
+                async with asyncio.timeout_at(max(until, now + 0.001)):
+                    return await self._connection.reader.read(self._limits.chunk)
+            except TimeoutError:
+                now = asyncio.get_running_loop().time()
+                if not self._guest.answered and now < self._sent + limit:
+                    continue  # the request itself was still going up
+                raise self._broken(
+                    Reason.UPSTREAM_TIMEOUT, 504, "the upstream did not answer in time"
+                ) from None
+
+    def _lost(self) -> Exception:
+        """Why the upstream's connection is at its end."""
+        if self._gone:
+            return Gone()
+        if self._bad_body is not None and not self._guest.answered:
+            return Refused(self._bad_body)
+        if not self._heard and not self._connection.fresh and not self._guest.answered:
+            return Stale()
+        return self._broken(
+            Reason.UPSTREAM_GARBAGE, 502, "the upstream ended the connection without a reply"
+        )
+
+    def _broken(self, reason: Reason, status: int, message: str) -> Exception:
+        if self._guest.answered:
+            return Broken()
+        return Refused(Refuse(reason, status, message))
+
+    # ------------------------------------------------------------------ after an upgrade
+
+    async def _upgraded(self, event: h11.InformationalResponse) -> None:
+        """Both directions raw, until one of them ends."""
+        assert self._head.upgrade is not None  # or h11 had refused the reply
+        headers = self._reply(event)
+        self._whole.reschedule(None)
+        await self._guest.send(
+            h11.InformationalResponse(status_code=_SWITCHING, headers=headers, reason=b"")
+        )
+        await self._end_upload()
+        search = scrub.Scrub(self._needles, b"text/plain", None, None)
+        up = self._tasks.hold(self._raw_up(), name="upgraded")
+        try:
+            more = self._machine.trailing_data[0]
+            while True:
+                if more:
+                    self._moved.bytes_down += len(more)
+                    self._flush(FLUSH_BYTES)
+                    await self._guest.send_raw(search.feed(more))
+                async with asyncio.timeout(self._limits.upgraded_idle_s):
+                    more = await self._connection.reader.read(self._limits.chunk)
+                if not more:
+                    break
+            await self._guest.send_raw(search.finish())
+        except scrub.Cut as cut:
+            raise Cut(cut.why) from None
+        except (OSError, TimeoutError):
+            pass  # the end of it, one way or the other
+        finally:
+            up.cancel()
+            await asyncio.wait((up,))
+        raise Broken
+
+    async def _raw_up(self) -> None:
+        try:
+            while data := await self._guest.raw():
+                self._moved.bytes_up += len(data)
+                self._connection.writer.write(data)
+                async with asyncio.timeout(self._limits.idle_s):
+                    await self._connection.writer.drain()
+        except (OSError, TimeoutError, Gone):
+            pass
+        self._connection.close()
+
+    # ------------------------------------------------------------------ counting
+
+    def _settle(self, *, whole: bool) -> None:
+        if not self._settled:
+            self._settled = True
+            self._moved.add(self._measured(self._meter, Ended(self._up, self._down, whole)))
+
+    def _flush(self, least: int = 0) -> None:
+        moved = self._moved
+        if moved == Count() or moved.bytes_up + moved.bytes_down < least:
+            return
+        self._moved = Count()
+        self._count(moved)
+
+
+def _one(event: h11.Response, name: bytes) -> bytes | None:
+    return next((bytes(value) for each, value in event.headers if each == name), None)

@@ -1,0 +1,215 @@
+"""The guest's end of one connection: heads and bodies as they come, replies as they go.
+
+Every request has an h11 state machine of its own: what one request did to it means nothing to
+the next. Nothing of what arrives is believed; nothing of it is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+import h11
+
+from agent_box.broker import head as heads
+from agent_box.broker import refusal
+from agent_box.broker.limits import Limits
+from agent_box.broker.refusal import Reason, Refuse
+
+_PHRASES: Final = {
+    400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found",
+    405: b"Method Not Allowed", 408: b"Request Timeout", 413: b"Content Too Large",
+    414: b"URI Too Long", 417: b"Expectation Failed", 421: b"Misdirected Request",
+    429: b"Too Many Requests", 431: b"Request Header Fields Too Large",
+    500: b"Internal Server Error", 502: b"Bad Gateway", 503: b"Service Unavailable",
+    504: b"Gateway Timeout", 505: b"HTTP Version Not Supported",
+}  # fmt: skip
+TIMEOUT: Final = Refuse(Reason.HEAD_TIMEOUT, 408, "the head of the request did not come in time")
+
+
+class Gone(Exception):
+    """The guest is away, or stopped reading."""
+
+
+class Guest:
+    """Args:
+    reader, writer: of a connection to an instance's socket.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: Limits
+    ) -> None:
+        self._reader: Final = reader
+        self._writer: Final = writer
+        self._limits: Final = limits
+        self._buffer = b""  # came after the last request
+        self._machine = h11.Connection(h11.SERVER)
+        writer.transport.set_write_buffer_limits(high=limits.buffer)
+
+    # ------------------------------------------------------------------ requests
+
+    async def head(self) -> bytes | Refuse | None:
+        """The next request's head, raw; None when the guest is done."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        buffer = bytearray(self._buffer)
+        until = began + (self._limits.head_s if buffer else self._limits.idle_s)
+        while True:
+            size = heads.end(buffer)
+            if size is not None:
+                self._buffer = bytes(buffer[size:])
+                return bytes(buffer[:size])
+            hopeless = heads.hopeless(buffer)
+            if hopeless is not None:
+                return hopeless
+            try:
+                async with asyncio.timeout_at(until):
+                    more = await self._reader.read(self._limits.chunk)
+            except TimeoutError:
+                return TIMEOUT if buffer else None
+            except OSError:
+                return None
+            if not more:
+                return None
+            if not buffer:
+                until = loop.time() + self._limits.head_s
+            buffer += more
+
+    def begin(self, raw_head: bytes) -> h11.Request | None:
+        """What h11 reads in a head; None when it reads no request."""
+        self._machine = h11.Connection(h11.SERVER, max_incomplete_event_size=heads.MAX_HEAD + 4)
+        try:
+            self._machine.receive_data(raw_head)
+            event = self._machine.next_event()
+            if self._buffer:
+                self._machine.receive_data(self._buffer)
+        except h11.RemoteProtocolError:
+            return None
+        self._buffer = b""
+        return event if isinstance(event, h11.Request) else None
+
+    async def body(self) -> h11.Data | h11.EndOfMessage:
+        """The next part of the request's body.
+
+        Raises:
+            h11.RemoteProtocolError: it is not framed as its head said.
+            Gone: it ends, or nothing came for too long.
+        """
+        while True:
+            event = self._machine.next_event()
+            if isinstance(event, h11.Data):
+                return event
+            if isinstance(event, h11.EndOfMessage):
+                self._buffer = self._machine.trailing_data[0]
+                return event
+            if event is not h11.NEED_DATA:
+                raise Gone
+            more = await self._read(self._limits.idle_s)
+            if not more:
+                raise Gone
+            self._machine.receive_data(more)
+
+    async def skip(self) -> bool:
+        """Passes the end of a request without a body. Whether the next can be read."""
+        if self._machine.their_state is not h11.SEND_BODY:
+            return self._machine.their_state is h11.DONE
+        try:
+            return isinstance(await self.body(), h11.EndOfMessage)
+        except h11.RemoteProtocolError:
+            return False
+
+    async def left(self) -> None:
+        """Returns when the guest goes away while it waits for a reply. What it sends meanwhile
+        is its next request; when that is long, it is not read yet and this never returns."""
+        while len(self._buffer) < heads.MAX_HEAD:
+            more = await self._read(None)
+            if not more:
+                return
+            self._buffer += more
+        await asyncio.get_running_loop().create_future()
+
+    async def raw(self) -> bytes:
+        """Bytes after an upgrade; empty at the end."""
+        if self._buffer:
+            taken, self._buffer = self._buffer, b""
+            return taken
+        return await self._read(self._limits.upgraded_idle_s)
+
+    # ------------------------------------------------------------------ replies
+
+    async def send(self, *events: h11.Event) -> None:
+        """Raises `Gone`; `h11.LocalProtocolError` for what cannot be framed."""
+        for event in events:
+            data = self._machine.send(event)
+            if data:
+                self._writer.write(data)
+        await self._drained()
+
+    async def send_raw(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._drained()
+
+    async def refuse(self, refuse: Refuse, method: str, *, keep: bool) -> None:
+        """A whole reply that says no. Without `keep` the guest is told that it is the last."""
+        body = refusal.body(refuse)
+        lines = [
+            b"HTTP/1.1 %d %s" % (refuse.status, _PHRASES.get(refuse.status, b"Refused")),
+            b"Content-Type: application/json",
+            b"Content-Length: %d" % len(body),
+            b"Cache-Control: no-store",
+        ]
+        if refuse.status == 503:
+            lines.append(b"Retry-After: 1")
+        if not keep:
+            lines.append(b"Connection: close")
+        head = b"\r\n".join(lines) + b"\r\n\r\n"
+        await self.send_raw(head if method == "HEAD" else head + body)
+
+    @property
+    def answered(self) -> bool:
+        """Whether the head of the final reply is on its way."""
+        return self._machine.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
+
+    @property
+    def again(self) -> bool:
+        """Whether another request may follow on this connection."""
+        done = (h11.DONE, h11.DONE)
+        return (self._machine.our_state, self._machine.their_state) == done
+
+    async def linger(self) -> None:
+        """Ends our direction and reads what the guest was sending, for a while: a reply is lost
+        when its connection is closed over unread bytes."""
+        rest = self._limits.linger_bytes
+        try:
+            if self._writer.can_write_eof():
+                self._writer.write_eof()
+            async with asyncio.timeout(self._limits.linger_s):
+                while rest > 0 and (more := await self._reader.read(self._limits.chunk)):
+                    rest -= len(more)
+        except (TimeoutError, OSError):
+            pass  # it had its time
+        self.close()
+
+    def close(self) -> None:
+        """At once: what was not complete must not look as if it were."""
+        self._writer.transport.abort()
+
+    async def _drained(self) -> None:
+        try:
+            async with asyncio.timeout(self._limits.idle_s):
+                await self._writer.drain()
+        except (TimeoutError, OSError):
+            raise Gone from None
+
+    async def _read(self, seconds: float | None) -> bytes:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._reader.read(self._limits.chunk)
+        except (TimeoutError, OSError):
+            raise Gone from None
+
+
+def headers_of(event: h11.Response | h11.InformationalResponse) -> Sequence[tuple[bytes, bytes]]:
+    """As they came, in their own case."""
+    return event.headers.raw_items()
