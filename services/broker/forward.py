@@ -65,8 +65,10 @@ def request(inject: Inject) -> h11.Request:
     """The head of the request that `inject` allows, and of no other."""
     head = inject.head
     if inject.issued is not None:
-        kept = [(n, v) for n, v in head.headers if n in _OF_OBJECT]
-        headers = [*kept, *inject.issued.headers]
+        given = _given(inject)
+        named = {name for name, _ in given}
+        kept = [(n, v) for n, v in head.headers if n in _OF_OBJECT and n not in named]
+        headers = [*kept, *given]
         target = inject.issued.target
     else:
         kind = kinds.KINDS[inject.binding.kind]
@@ -83,6 +85,19 @@ def request(inject: Inject) -> h11.Request:
             *_hop(head),
         ],
     )
+
+
+def _given(inject: Inject) -> Headers:
+    """What opens an LFS object: what the reply said, and on the binding's own host, where it
+    said nothing, the credential."""
+    if inject.issued is None:
+        return ()
+    given = inject.issued.headers
+    own = inject.issued.upstream == inject.binding.upstream
+    if own and not any(name == b"authorization" for name, _ in given):
+        kind = kinds.KINDS[inject.binding.kind]
+        given += kind.place(inject.binding, inject.head, inject.credential.reveal()).headers
+    return given
 
 
 def _kept(inject: Inject, placed: Headers) -> Iterable[tuple[bytes, bytes]]:

@@ -34,7 +34,7 @@ from typing import Final
 
 from agent_box.broker import git, kinds, nonces, routes
 from agent_box.broker.head import Head
-from agent_box.broker.lfs import Issued
+from agent_box.broker.lfs import Batch, BatchReader, Issued
 from agent_box.broker.refusal import Reason, Refuse
 from agent_box.config.addresses import parse_address, reserved
 from agent_box.config.egress import BROKER_ZONE
@@ -80,7 +80,7 @@ class Facts:
     running: Running | None
     peer: Peer | None
     answer: Answer | None
-    commands: git.Commands | None  # of a push, read from its body
+    commands: git.Commands | Batch | None  # of a push or an LFS batch call, from its body
     issued: Issued | None  # what the request's LFS link stands for
 
 
@@ -104,7 +104,7 @@ class Later:
     binding: Binding
     access: Access
     way: Way
-    wants_commands: bool  # it is a push: `Facts.commands` has to be filled in as well
+    wants_commands: bool  # `Facts.commands` has to be filled in as well, by `reader`
 
 
 _SEAL: Final = object()
@@ -144,11 +144,9 @@ def judge(head: Head, facts: Facts) -> Inject | Later | Refuse:
     access = _access(head, binding)
     if isinstance(access, Refuse):
         return access
-    pushes = _is(access, git.Service.RECEIVE_PACK)
-    if pushes and facts.commands is not None:
-        refused = git.allowed(facts.commands, running.name)
-        if refused is not None:
-            return refused
+    refused = _pushed(access, facts.commands, running.name)
+    if refused is not None:
+        return refused
     issued = _issued(head, access, facts.issued, running, binding)
     if isinstance(issued, Refuse):
         return issued
@@ -160,8 +158,8 @@ def judge(head: Head, facts: Facts) -> Inject | Later | Refuse:
     way = _way(binding, issued)
     if way.upstream.scheme != "https" and not way.insecure:
         return Refuse(Reason.UPSTREAM_PLAIN, 502, "the upstream is not https")
-    if facts.peer is None or facts.answer is None or (pushes and facts.commands is None):
-        return Later(binding, access, way, pushes)
+    if facts.peer is None or facts.answer is None or _unread(access, facts.commands):
+        return Later(binding, access, way, _service(access) in _BODY_READ)
     # 5, 6, 7: this connection
     refused = _peer(facts.peer, way)
     if refused is not None:
@@ -196,19 +194,55 @@ def _access(head: Head, binding: Binding) -> Access | Refuse:
     if not kind.git:
         return routes.find(binding.routes, head.method, head.target)
     access = git.access(binding.repos, head.method, head.target)
-    if _is(access, git.Service.RECEIVE_PACK) and head.get(b"content-encoding"):
-        return Refuse(Reason.PUSH_COMMANDS, 415, "a push is not sent compressed as a whole")
+    if _service(access) in _BODY_READ and head.get(b"content-encoding"):
+        return Refuse(Reason.PUSH_COMMANDS, 415, "this body must come uncompressed")
     return access
 
 
-def _is(access: Access | Refuse, service: git.Service) -> bool:
-    return isinstance(access, git.Access) and access.service is service
+# The two whose bodies say what they do, and what they are read to.
+_BODY_READ: Final = {
+    git.Service.RECEIVE_PACK: git.Commands,
+    git.Service.LFS_BATCH: Batch,
+}
+
+
+def _service(access: Access | Refuse) -> git.Service | None:
+    return access.service if isinstance(access, git.Access) else None
+
+
+def _unread(access: Access, commands: git.Commands | Batch | None) -> bool:
+    service = _service(access)
+    return service in _BODY_READ and not isinstance(commands, _BODY_READ[service])
+
+
+def _pushed(access: Access, commands: git.Commands | Batch | None, name: str) -> Refuse | None:
+    """A push goes to the instance's namespace, and LFS objects where a push may go at all."""
+    if _service(access) is git.Service.RECEIVE_PACK and isinstance(commands, git.Commands):
+        return git.allowed(commands, name)
+    uploads = isinstance(commands, Batch) and commands.upload
+    if uploads and _service(access) is git.Service.LFS_BATCH and not _may_push(access):
+        return Refuse(Reason.PUSH_OFF, 403, "the binding has no push = true for this repository")
+    return None
+
+
+def _may_push(access: Access) -> bool:
+    return isinstance(access, git.Access) and access.repo is not None and access.repo.push
+
+
+def reader(head: Head, later: Later) -> git.CommandReader | BatchReader:
+    """What reads `Facts.commands` from the body of a request that wants them.
+
+    `feed` it the body's bytes until it answers, keep them, and `finish` it when the body ends.
+    """
+    if _service(later.access) is git.Service.LFS_BATCH:
+        return BatchReader(head.length)
+    return git.CommandReader()
 
 
 def _issued(
     head: Head, access: Access, issued: Issued | None, running: Running, binding: Binding
 ) -> Issued | Refuse | None:
-    if not _is(access, git.Service.LFS_OBJECT):
+    if _service(access) is not git.Service.LFS_OBJECT:
         return None
     mine = (
         issued is not None

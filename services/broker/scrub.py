@@ -56,11 +56,11 @@ class Needles:
 
     def __init__(self, inject: Inject) -> None:
         self._all: list[bytes] = []
-        if inject.issued is None:
-            self._add(inject.credential.reveal())
-        else:  # an object's link is opened by headers that are the upstream's secrets
-            for _, value in inject.issued.headers:
-                self._add(value)
+        self._add(inject.credential.reveal())
+        if inject.issued is not None:  # its link is opened by headers that may be secrets, too
+            for name, value in inject.issued.headers:
+                if name not in (b"accept", b"content-type"):
+                    self._add(value)
         self.longest = max((len(each) for each in self._all), default=0)
 
     def _add(self, secret: bytes) -> None:
