@@ -20,9 +20,12 @@ import socket
 import time
 from collections.abc import Callable
 
-from agent_box.guest import disk, processes, system
+from agent_box.guest import disk, processes, streams, system
 from agent_box.guest.control import Action, Session
+from agent_box.guest.loop import Loop
 from agent_box.guest.ports import Inherited
+from agent_box.guest.streams import Refused
+from agent_box.guest.terminal import Terminals
 from agent_box.guest.wire import CONTROL_PORT, HOST_CID, FrameError
 
 TYPE_CHECKING = False  # typing itself would cost a tenth of all that a guest imports
@@ -49,7 +52,7 @@ class Agent:
     """The state of this guest as far as the host gave it."""
 
     def __init__(self, inherited: Inherited) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._loop = Loop()
         self._disk = disk.prepare()
         if self._disk.text:
             system.log(self._disk.text)
@@ -57,15 +60,16 @@ class Agent:
         self._last_ns = 0  # of the host's boot clock: nothing older than this is obeyed
         self._streams: dict[_Stream, None] = {}  # oldest first
         self._off = False
+        self._terminals = Terminals(self._loop, self._surroundings)
+        served = {CONTROL_PORT: self._control, streams.PORT: self._terminals.serve}
         for port, listener in inherited.listeners.items():
-            serve = self._control if port == CONTROL_PORT else _nobody
-            self._selector.register(listener, selectors.EVENT_READ, _accepting(listener, serve))
+            accept = _accepting(listener, served.get(port, _nobody))
+            self._loop.register(listener, selectors.EVENT_READ, accept)
 
     def run(self) -> None:
         system.log(f"agent {VERSION} serves; data disk {self._disk.state}")
         while not self._off:
-            for key, events in self._selector.select():
-                key.data(events)
+            self._loop.turn()
         power_off()
 
     def greeting(self) -> dict[str, Any]:
@@ -89,12 +93,18 @@ class Agent:
         that is gone: the newest is the one that somebody waits for."""
         while len(self._streams) >= SESSIONS_MAX:
             next(iter(self._streams)).end("too many streams")
-        stream = _Stream(self, connection, self._selector)
+        stream = _Stream(self, connection, self._loop)
         self._streams[stream] = None
         stream.begin()
 
     def ended(self, stream: _Stream) -> None:
         self._streams.pop(stream, None)
+
+    def _surroundings(self) -> tuple[list[tuple[str, str]], dict[str, str]] | None:
+        if self.provision is None or self._disk.state != "ok":
+            raise Refused("wrong-state", "the guest is not provisioned")
+        variables = [(v["name"], v["value"]) for v in self.provision["environment"]]
+        return variables, {}
 
     def perform(self, action: Action) -> dict[str, Any]:
         """Does one operation and returns the fields of its reply.

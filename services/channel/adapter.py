@@ -1,6 +1,7 @@
-"""The channel as it runs: guests are provisioned, kept on time and powered off.
+"""The channel as it runs: guests are provisioned, kept on time and powered off, and whoever
+may gets terminals and commands in them.
 
-Terminals, commands and the harness are refused until they are built; `MISSING` says so.
+The harness is refused until it is built; `MISSING` says so.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from agent_box.channel.contract import CONTRACT, Guest, Provision, Provisioned
 from agent_box.channel.control import clock
 from agent_box.channel.guests import Forged, Link
 from agent_box.channel.keeper import EVERY_S, LOOK_S, Clocks, Jumps, Kept
+from agent_box.channel.terminals import Desk
 from agent_box.guest.wire import CONTROL_PORT, FrameError
 from agent_box.process.skeleton import Context, Service, Unbuilt
 from agent_box.registry.contract import Fact, Note
 
-MISSING: Final = "this version gives guests no terminals and no harness yet: they are not built"
+MISSING: Final = "this version runs no harness yet: it is not built"
 TIME_S: Final = 5.0
 NONCES_S: Final = 5.0
 HOME: Final = "/home/agent"  # guest.disk.HOME
@@ -59,6 +61,8 @@ class Channel(Unbuilt):
         self._keeping: dict[str, bool] = {}  # whether once more, when it is done
         self._forgeries: dict[str, tuple[float, int]] = {}  # instance: until when, how many
         self._dials = guests.dials(context.paths.runtime)
+        self._desk = Desk(self, self._dials, context.tasks)
+        self._frozen: set[str] = set()  # instances that were paused under us
         self._jumps = Jumps(self._clocks)
         self._notes: Outbox[Note] = Outbox(self._send, self._not_noted)
         self.handlers: Mapping[str, Handler | StreamHandler] = {
@@ -66,11 +70,20 @@ class Channel(Unbuilt):
             "provision": self.provision,
             "set_time": self.set_time,
             "poweroff": self.poweroff,
+            "release": self.release,
+            "attach": self._desk.attach,
+            "exec": self._desk.exec,
+            "terminals": self._desk.terminals,
         }
 
     async def start(self) -> None:
         self._context.tasks.spawn(self._keep_time(), name="time")
         self._context.tasks.spawn(self._notes.run(), name="notes")
+        self._context.tasks.spawn(self._when_asked_to_end(), name="end")
+
+    async def _when_asked_to_end(self) -> None:
+        await self._context.server.drain_asked.wait()
+        self._desk.starts_again()
 
     async def stop(self) -> None:
         await self._notes.flush(LAST_S)
@@ -109,13 +122,15 @@ class Channel(Unbuilt):
         except Refusal:
             link.reset()  # what does not come up is ended next, and asked nothing more
             raise
+        self._frozen.discard(request.instance)
         self._kept.add(request.instance, request.boot)
-        self._note(request.instance, "guest-ready", {"boot": request.boot, "skew_ms": skew})
+        self.note(request.instance, "guest-ready", {"boot": request.boot, "skew_ms": skew})
         return Provisioned(version=hello.guest, skew_ms=skew)
 
     async def set_time(self, request: Guest, call: Call) -> Provisioned:
         link = self._link(request.instance, request.boot)
         until = self._now() + max(0.0, call.remaining_s() - MARGIN_S)
+        self._frozen.discard(request.instance)
         try:
             skew = await self._set(link, until)
             hello = await link.hello(until - self._now())
@@ -126,12 +141,25 @@ class Channel(Unbuilt):
     async def poweroff(self, request: Guest, call: Call) -> Empty:
         link = self._link(request.instance, request.boot)
         self._kept.drop(request.instance, request.boot)
+        self._frozen.discard(request.instance)
+        self._desk.leave(request.instance)
         try:
             await link.ask("poweroff", {}, max(0.0, call.remaining_s() - MARGIN_S))
         except (Forged, FrameError) as error:
             raise self._forged(link, error) from None
         self._unlink(link)
         return Empty()
+
+    def release(self, request: Guest, call: Call) -> Empty:
+        """The guest is paused; until it gets the time again nobody is attached to it."""
+        if self._kept.boots.get(request.instance) == request.boot:
+            self._frozen.add(request.instance)
+            self._desk.leave(request.instance)
+        return Empty()
+
+    def boot_of(self, instance: str) -> int | None:
+        """The boot of a guest that is up and not paused."""
+        return None if instance in self._frozen else self._kept.boots.get(instance)
 
     # ------------------------------------------------------------------
 
@@ -228,22 +256,21 @@ class Channel(Unbuilt):
     # ------------------------------------------------------------------ what is told
 
     def _forged(self, link: Link, error: Exception) -> Refusal:
-        """Each ends its stream and is counted; one that forges all day fills no journal."""
         link.reset()
-        until, count = self._forgeries.get(link.instance, (0.0, 0))
+        return self.forged(link.instance, CONTROL_PORT, error)
+
+    def forged(self, instance: str, port: int, error: Exception) -> Refusal:
+        """Each ends its stream and is counted; one that forges all day fills no journal."""
+        until, count = self._forgeries.get(instance, (0.0, 0))
         count += 1
         if self._now() >= until:
-            facts: dict[str, Fact] = {
-                "port": CONTROL_PORT,
-                "count": count,
-                "why": str(error)[:200],
-            }
-            self._note(link.instance, "forgery-refused", facts)
+            facts: dict[str, Fact] = {"port": port, "count": count, "why": str(error)[:200]}
+            self.note(instance, "forgery-refused", facts)
             until, count = self._now() + FORGED_S, 0
-        self._forgeries[link.instance] = (until, count)
+        self._forgeries[instance] = (until, count)
         return Refusal(Reason.CONNECTION_LOST, "the guest sent what no box-guest sends")
 
-    def _note(self, instance: str, kind: str, facts: dict[str, Fact]) -> None:
+    def note(self, instance: str, kind: str, facts: dict[str, Fact]) -> None:
         self._notes.put(
             Note(
                 event_id=os.urandom(16),

@@ -212,6 +212,15 @@ CONTRACT = Contract(
             data=Data.STATUS,
             summary="Asks the guest to power off; answered when it has taken the request.",
         ),
+        Method(
+            name="release",
+            kind=Kind.IDEMPOTENT,
+            request=Guest,
+            reply=Empty,
+            deadline_s=10,
+            data=Data.STATUS,
+            summary="Ends what is attached to a guest that was paused, until `set_time`.",
+        ),
         Stream(
             name="attach",
             request=Attach,

@@ -486,6 +486,8 @@ class Registry:
                 return await self._ask("engine", command.change, command.vmm, CHANGE_S)
             case deciding.SetTime():
                 return await self._ask("channel", "set_time", command.guest, TIME_S)
+            case deciding.Release():
+                return await self._ask("channel", "release", command.guest, TIME_S)
             case deciding.BrokerUp():
                 return await self._ask("broker", "instance_up", command.up, UP_S)
             case deciding.NetUp():

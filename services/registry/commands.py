@@ -169,6 +169,13 @@ class SetTime:
 
 
 @dataclass(frozen=True)
+class Release:
+    """Ends what is attached to the guest. Result: None."""
+
+    guest: channel.Guest
+
+
+@dataclass(frozen=True)
 class BrokerUp:
     """Result: None."""
 
@@ -200,6 +207,7 @@ Command = (
     | AwaitEnd
     | PowerOff
     | SetTime
+    | Release
     | BrokerUp
     | NetUp
     | Down

@@ -6,7 +6,7 @@ transaction. What is left to do stands in the record (`doing`), and `drive` does
     start:   Commit(starting, boot n) -> | EngineBoot -> Provision -> Commit(running)
       any failure:                       | Commit(stopping, failed) -> kill -> Commit(stopped)
     stop:    Commit(stopping)         -> | PowerOff -> AwaitEnd -> [kill] -> Commit(stopped)
-    pause:   Commit(doing)            -> | EngineChange -> Commit(paused)
+    pause:   Commit(doing)            -> | EngineChange -> Release -> Commit(paused)
     resume:  Commit(doing)            -> | EngineChange -> SetTime -> Commit(running)
     delete:  Commit(deleting)         -> | EngineDelete -> EngineList (absent?) -> Commit(removed)
 
@@ -45,6 +45,7 @@ from agent_box.registry.commands import (
     PowerOff,
     Provision,
     ReadConfig,
+    Release,
     SetTime,
     Tell,
     Wake,
@@ -559,6 +560,12 @@ class Life:
         there = yield from self._change(record, "pause", "paused")
         if there is not None:
             facts: dict[str, Fact] = {"boot": record.boots}
+            try:
+                yield Release(channel.Guest(instance=record.id, boot=record.boots))
+            except Refusal as refusal:
+                facts["terminals"] = refusal.message  # they wait until the guest runs again
+            if not self._is_current(record):
+                return
             after = move(State.RUNNING, Cause.PAUSE)
             yield from self._done(self._now(record), "pause-done", after, facts)
             self._core.seen[record.id] = there

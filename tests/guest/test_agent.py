@@ -69,7 +69,7 @@ class Guest:
         self.names: list[str] = []
         self.work: list[tuple[int, Any]] = []
         self.off = threading.Event()
-        self.listeners = {CONTROL_PORT: Listener(), 5001: Listener()}
+        self.listeners = {CONTROL_PORT: Listener(), 5005: Listener()}
         monkeypatch.setattr(disk, "prepare", lambda: self.state)
         monkeypatch.setattr(agent, "KEPT", str(tmp_path / "provision.json"))
         monkeypatch.setattr(system, "set_clock", lambda ns: self.clock.append(ns) or 1)
@@ -191,7 +191,7 @@ def test_only_the_host_is_heard(guest: Guest) -> None:
 
 def test_a_port_that_nothing_serves_says_so_at_once(guest: Guest) -> None:
     guest.start()
-    with guest.listeners[5001].dial() as sock:
+    with guest.listeners[5005].dial() as sock:
         assert sock.recv(10) == b""
 
 

@@ -13,7 +13,13 @@ FLOORS: dict[str, set[str]] = {
     "cli": {"bus", "process", "config"},
     "registry": {"bus", "process", "config"},
     "netstack": {"bus", "process", "config"},
-    "channel": {"bus", "process", "config", "guest.wire"},  # both ends cut the same frames
+    "channel": {
+        "bus",
+        "process",
+        "config",
+        "guest.wire",
+        "guest.streams",
+    },  # both ends cut the same frames
     "store": {"bus", "process", "config"},
     "engine": {"bus", "process", "config"},
     "broker": {"bus", "process", "config"},

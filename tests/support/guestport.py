@@ -1,8 +1,8 @@
 """Code run inside a machine, for tests: box-guest as it is, with one port more.
 
-`drive` makes a drive `guest` from an image's own, whose agent process answers on port 5001 what
+`drive` makes a drive `guest` from an image's own, whose agent process answers on port 5005 what
 the tests ask: each stream brings Python code, which runs as root in a child, and takes back
-what it printed. Terminals will have that port; nothing of this is in the product.
+what it printed. Nothing serves that port yet; nothing of this is in the product.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agent_box.bus.errors import Refusal
 from agent_box.bus.handover import HandoverClient
 from agent_box.engine.contract import Dial
 
-PORT: Final = 5001
+PORT: Final = 5005
 MAIN: Final = """
 import os, sys, traceback
 from agent_box.guest import agent, pid1

@@ -99,6 +99,7 @@ class Scene:
         self.notes: list[tuple[str, dict[str, Any]]] = []
         self.failed: list[str] = []
         self.root = root
+        self.bus = SimpleNamespace(drain_asked=asyncio.Event())
         self.tasks = TaskSet(Log(service="test"), lambda name, _: self.failed.append(name))
         (root / "data").mkdir(exist_ok=True)
         (root / "dial" / "channel").mkdir(parents=True, exist_ok=True)
@@ -116,6 +117,7 @@ class Scene:
             log=Log(service="test"),
             client=lambda _: SimpleNamespace(call=self._noted),
             problem=None,
+            server=self.bus,
         )
         return Channel(context, self.clocks.clocks())
 

@@ -1,0 +1,180 @@
+"""Terminals and commands in a real machine, through the real channel service."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.machines import Machines
+from support.remote import Command, attached
+from support.until import until
+
+from agent_box.bus.client import Client
+from agent_box.bus.errors import Reason, Refusal
+from agent_box.channel.contract import Ended, Instance, Size, Variable
+
+pytestmark = [
+    pytest.mark.serial,
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    made = Machines()
+    try:
+        made.up()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def guest(machines: Machines) -> str:
+    return machines.machine(environment=[Variable(name="GIVEN", value="by the host")])
+
+
+@pytest.fixture
+def client(machines: Machines) -> Iterator[Client]:
+    with machines.client("channel", "operator") as made:
+        yield made
+
+
+def test_a_command_as_the_shell_knows_it(client: Client, guest: str) -> None:
+    script = "cat; echo err >&2; id -u; pwd; echo $GIVEN $HOME $A; exit 7"
+    command = Command(
+        client, guest, "sh", "-c", script, input=b"in ", environment=[Variable(name="A", value="b")]
+    )
+    assert command.run() == Ended(how="exited", status=7, signal=None)
+    said = b"in 1000\n/home/agent/work\nby the host /home/agent b\n"
+    assert bytes(command.out["stdout"]) == said and bytes(command.out["stderr"]) == b"err\n"
+
+
+def test_root_is_root_and_only_where_asked(client: Client, guest: str) -> None:
+    command = Command(client, guest, "sh", "-c", "id -u; echo $HOME$GIVEN", user="root")
+    assert command.run().status == 0
+    assert command.out["stdout"].split() == [b"0", b"/" + b"root"]
+    command = Command(client, guest, "sh", "-c", "command -v sudo && sudo -n id -u")
+    assert command.run().status != 0
+
+
+def test_a_megabyte_goes_through_both_ways(client: Client, guest: str) -> None:
+    data = os.urandom(1 << 20)
+    command = Command(client, guest, "cat", input=data)
+    assert command.run().status == 0
+    assert hashlib.sha256(command.out["stdout"]).digest() == hashlib.sha256(data).digest()
+
+
+@pytest.mark.slow
+def test_100_megabytes_arrive_whole(client: Client, guest: str) -> None:
+    script = (
+        "import os, hashlib, sys\nh = hashlib.sha256()\n"
+        "for n in range(1600):\n d = os.urandom(65536)\n h.update(d)\n"
+        " sys.stdout.buffer.write(d)\nprint(h.hexdigest(), file=sys.stderr)"
+    )
+    command = Command(client, guest, "python3", "-c", script)
+    began = time.monotonic()
+    assert command.run().status == 0
+    print(f"{100 / (time.monotonic() - began):.1f} MB/s")
+    found = hashlib.sha256(command.out["stdout"]).hexdigest()
+    assert found == command.out["stderr"].decode().strip()
+
+
+def test_ends_of_every_kind(client: Client, guest: str) -> None:
+    assert Command(client, guest, "no-such-program").run().status == 127
+    assert Command(client, guest, "/etc/passwd").run().status == 126
+    ended = Command(client, guest, "sh", "-c", "kill -9 $$").run()
+    assert ended == Ended(how="signalled", status=None, signal=9)
+    ended = Command(client, guest, "sleep", "1000", timeout_ms=300).run()
+    assert ended == Ended(how="timed-out", status=None, signal=None)
+    with pytest.raises(Refusal, match="No such file") as refused:
+        Command(client, guest, "pwd", directory="/no/such/place").run()
+    assert refused.value.reason is Reason.BAD_REQUEST
+
+
+def test_a_channel_that_is_killed_loses_and_doubles_nothing(
+    machines: Machines, client: Client, guest: str
+) -> None:
+    kills = [200_000, 700_000]
+
+    def during(command: Command) -> None:
+        if kills and len(command.out["stdout"]) > kills[0]:
+            kills.pop(0)
+            machines.restart("channel")
+
+    script = "seq 1 200000; cat | sha256sum >&2"
+    data = os.urandom(500_000)
+    command = Command(client, guest, "sh", "-c", script, input=data)
+    assert command.run(during=during).status == 0
+    assert bytes(command.out["stdout"]) == b"".join(b"%d\n" % n for n in range(1, 200_001))
+    assert command.out["stderr"].split()[0].decode() == hashlib.sha256(data).hexdigest()
+    assert command.opened == 3
+
+
+def test_a_terminal_lives_on_over_a_killed_channel(
+    machines: Machines, client: Client, guest: str
+) -> None:
+    with attached(client, guest, size=Size(rows=31, columns=97)) as screen:
+        screen.type(b"stty size; tty; echo $TERM $COLORTERM $((40+2))\n")
+        shown = screen.until(b"truecolor 42")
+        assert b"31 97" in shown and b"/dev/pts/" in shown and b"xterm-256color" in shown
+        screen.type(b"", Size(rows=50, columns=132))
+        screen.type(b"stty size\n")
+        screen.until(b"50 132")
+        screen.type("echo 'ä漢🙂'$((1+1)); MARK=kept\n".encode())
+        screen.until("ä漢🙂2".encode())
+        id, end = screen.id, screen.end
+        machines.restart("channel")
+        with pytest.raises(Refusal):
+            while True:
+                screen.read()
+
+    def listed() -> bool:
+        found = client.call("terminals", Instance(instance=guest), deadline_s=10)
+        return any(t.terminal == id and not t.attached for t in found.terminals)
+
+    until("it is listed", lambda: _answers(listed))
+    with attached(client, guest, id=id, offset=end) as screen:
+        assert screen.start == end
+        screen.type(b"echo $MARK; exit 3\n")
+        screen.until(b"kept")
+        assert screen.ended() == Ended(how="exited", status=3, signal=None)
+
+
+def _answers(look: object) -> bool:
+    try:
+        return bool(look())  # type: ignore[operator]
+    except Refusal:
+        return False  # the service starts again
+
+
+def test_what_is_left_lives_on_and_what_is_closed_does_not(client: Client, guest: str) -> None:
+    with attached(client, guest, "sh", "-c", "echo up; sleep 1; echo later; sleep 1000") as screen:
+        screen.until(b"up")
+        id = screen.id
+    with attached(client, guest, id=id) as screen:
+        assert screen.until(b"later").startswith(b"up")
+        with attached(client, guest, id=id) as newer:
+            newer.until(b"later")
+            assert screen.ended().how == "taken"
+    with pytest.raises(Refusal) as refused, attached(client, guest, id="abcdef"):
+        pass
+    assert refused.value.reason is Reason.NOT_FOUND
+
+
+def test_a_machine_that_ends_under_a_command(machines: Machines, client: Client) -> None:
+    other = machines.machine()
+
+    def end(command: Command) -> None:
+        if command.opened == 1 and command.out["stdout"]:
+            command.opened = 0
+            machines.engine("kill", machines.vmm(other))
+
+    command = Command(client, other, "sh", "-c", "echo up; sleep 1000", ends_input=False)
+    assert command.run(during=end).how == "left-running"
+    with pytest.raises(Refusal) as refused:
+        Command(client, other, "true").run()
+    assert refused.value.reason in (Reason.WRONG_STATE, Reason.CONNECTION_LOST)
