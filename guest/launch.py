@@ -14,7 +14,7 @@ import struct
 import termios
 from collections.abc import Mapping
 
-from agent_box.guest import disk, system
+from agent_box.guest import disk, processes, system
 from agent_box.guest.streams import Refused
 
 TYPE_CHECKING = False  # typing itself would cost a tenth of all that a guest imports
@@ -190,6 +190,7 @@ def _become(launch: Launch, ground: Ground, fds: tuple[int, int, int], tells: in
 def _enter(ground: Ground, user: str) -> None:
     if ground.root is not None:
         system.spare(0)
+        processes.join()
         os.chroot(ground.root)
         os.chdir("/")
         uid = UIDS[user]
