@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from agent_box.broker import kinds
 from agent_box.bus import base, errors, policy
 from agent_box.bus.schema import Contract, Data, Method, Network, Stream, Wire
 from agent_box.cli import gaps, manual
@@ -89,6 +90,18 @@ def doctor() -> str:
 def cli() -> str:
     """docs/cli.md: written by hand but for the parts between markers."""
     return manual.fill((DOCS / "cli.md").read_text())
+
+
+def broker() -> str:
+    """docs/broker.md: written by hand but for the table of kinds."""
+    page = (DOCS / "broker.md").read_text()
+    before, begin, rest = page.partition("<!-- made: kinds -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    if not (begin and end):
+        raise SystemExit("docs/broker.md has lost its markers")
+    rows = ((f"`{n}`", k.nonce_in, k.credential_in) for n, k in kinds.KINDS.items())
+    table = _table(("kind", "where the guest puts its nonce", "where the credential goes"), rows)
+    return "".join([before, begin, "\n".join(table), "\n", end, after])
 
 
 FLOORS = (
@@ -358,6 +371,7 @@ def _wrapped(words: Iterable[str], width: int = 95) -> Iterator[str]:
 
 PAGES = {
     "architecture.md": architecture,
+    "broker.md": broker,
     "cli.md": cli,
     "doctor.md": doctor,
     "interfaces.md": interfaces,

@@ -21,7 +21,7 @@ def docs() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "cli.md", "interfaces.md"])
+@pytest.mark.parametrize("page", ["architecture.md", "broker.md", "cli.md", "interfaces.md"])
 def test_the_page_is_what_the_code_says(docs: ModuleType, page: str) -> None:
     written = (ROOT / "docs" / page).read_text()
     assert written == docs.PAGES[page](), "stale: run deploy/docs.py"
