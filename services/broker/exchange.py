@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import h11
 
-from agent_box.broker import forward, gate, scrub, usage
+from agent_box.broker import forward, gate, lfs, scrub, usage
 from agent_box.broker.guest import Gone, Guest, headers_of
 from agent_box.broker.head import Head
 from agent_box.broker.ledger import Count
@@ -24,6 +24,9 @@ from agent_box.process.tasks import TaskSet
 
 FLUSH_BYTES: Final = 4 << 20  # counted at the latest when so many were moved
 _SWITCHING: Final = 101
+
+
+Rewrite = Callable[[bytes], bytes | Refuse]  # of a whole body, decoded
 
 
 class Stale(Exception):
@@ -61,6 +64,7 @@ class Ended(NamedTuple):
 class Exchange:
     """Args:
     inject: what the gate gave for this request and this connection.
+    rewrite: what the guest gets in place of a successful reply's body; None: the body.
     kept: of the request's body, what was read already.
     continued: the guest was told to send its body.
     body_max: bytes of the body; None: any number.
@@ -75,6 +79,7 @@ class Exchange:
         guest: Guest,
         connection: Connection,
         *,
+        rewrite: Rewrite | None,
         kept: list[bytes],
         continued: bool,
         body_max: int | None,
@@ -87,6 +92,7 @@ class Exchange:
         self._inject: Final = inject
         self._guest: Final = guest
         self._connection: Final = connection
+        self._rewrite: Final = rewrite
         self._kept: Final = kept
         self._continued: Final = continued
         self._body_max: Final = body_max
@@ -193,6 +199,9 @@ class Exchange:
                 return
             await self._informational(event)
         headers = self._reply(event)
+        if self._rewrite is not None and event.status_code == 200:
+            await self._rewritten(event, headers, self._rewrite)
+            return
         self._meter = meter = self._meter_of(event)
         search = scrub.Scrub(
             self._needles,
@@ -212,6 +221,41 @@ class Exchange:
                 return
             else:
                 raise Broken
+
+    async def _rewritten(
+        self, event: h11.Response, headers: list[tuple[bytes, bytes]], rewrite: Rewrite
+    ) -> None:
+        """Collects the reply and sends another body, or none of it."""
+        refuse = Refuse(Reason.REPLY_BAD, 502, "the upstream's reply cannot be rewritten")
+        if (_one(event, b"content-encoding") or b"identity").lower() != b"identity":
+            raise Refused(refuse)
+        body = bytearray()
+        while not isinstance(part := await self._next(), h11.EndOfMessage):
+            if not isinstance(part, h11.Data) or len(body) + len(part.data) > lfs.REPLY_MAX:
+                raise Refused(refuse)
+            body += part.data
+        self._down += len(body)
+        self._moved.bytes_down += len(body)
+        done = rewrite(bytes(body))
+        if isinstance(done, Refuse):
+            raise Refused(done)
+        if self._needles.within(done):
+            raise Cut("credential")
+        self._settle(whole=True)
+        self._flush()
+        framing = (b"content-length", b"transfer-encoding")
+        await self._guest.send(
+            h11.Response(
+                status_code=event.status_code,
+                headers=[
+                    *((name, value) for name, value in headers if name not in framing),
+                    (b"content-length", str(len(done)).encode()),
+                ],
+                reason=b"",
+            ),
+            h11.Data(data=done),
+            h11.EndOfMessage(),
+        )
 
     async def _informational(self, event: h11.InformationalResponse) -> None:
         if event.status_code == 100 and self._continued:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import h11
 
-from agent_box.broker import gate, git, usage
+from agent_box.broker import gate, git, lfs, usage
 from agent_box.broker import head as heads
-from agent_box.broker.exchange import Broken, Cut, Ended, Exchange, Refused, Stale
+from agent_box.broker.exchange import Broken, Cut, Ended, Exchange, Refused, Rewrite, Stale
 from agent_box.broker.guest import Gone, Guest
 from agent_box.broker.head import Framing, Head
 from agent_box.broker.ledger import Count, Ledger
@@ -37,6 +39,7 @@ _serials: Final = itertools.count(1)
 # Asking again changes nothing at the upstream (RFC 9110 section 9.2.2).
 _REPEATABLE: Final = ("GET", "HEAD", "OPTIONS")
 _UNCOUNTED: Final = Refuse(Reason.BUDGET, 503, "the request could not be counted")
+_UPSTREAMS_MAX: Final = 64  # of a boot
 _TOO_LONG: Final = Refuse(Reason.PUSH_COMMANDS, 413, "the push is too large")
 
 
@@ -64,6 +67,9 @@ class Boot:
 
     def __init__(self, running: gate.Running, ca: dict[str, str], desk: Desk) -> None:
         self.running: Final = running
+        self.links: Final = lfs.Links(
+            running.instance, running.boot, lambda: secrets.token_urlsafe(24)
+        )
         self._ca: Final = ca
         self._desk: Final = desk
         self._upstreams: dict[tuple[str, gate.Way], Upstream] = {}
@@ -71,6 +77,8 @@ class Boot:
     def upstream(self, binding: str, way: gate.Way) -> Upstream:
         key = (binding, way)
         if key not in self._upstreams:
+            if len(self._upstreams) >= _UPSTREAMS_MAX:  # links of git-lfs lead to many hosts
+                self._upstreams.pop(next(iter(self._upstreams))).close()
             pem = None if way.ca_file is None else self._ca[way.ca_file]
             desk = self._desk
             self._upstreams[key] = Upstream(way, pem, desk.limits, desk.resolve)
@@ -154,7 +162,7 @@ class Session:
             peer=None,
             answer=None,
             commands=None,
-            issued=None,
+            issued=None if boot is None else boot.links.find(head.target, time.monotonic()),
         )
         step = gate.judge(head, facts)
         if isinstance(step, Refuse):
@@ -166,7 +174,7 @@ class Session:
         self._binding, self._route = step.binding.name, _route(step)
         refused = self._budget(step)
         if refused is None and step.wants_commands:
-            commands = await self._commands(head)
+            commands = await self._commands(head, step)
             if isinstance(commands, Refuse):
                 return commands
             facts = dataclasses.replace(facts, commands=commands)
@@ -201,7 +209,7 @@ class Session:
                     raise AssertionError("all is known, and the gate wants to know more")
                 if not again and not self._count(Count(requests=1)):
                     return _UNCOUNTED
-                exchange = self._exchange(head, leave, connection)
+                exchange = self._exchange(head, leave, connection, _rewriting(boot, facts, leave))
                 try:
                     await exchange.run()
                 finally:
@@ -226,14 +234,14 @@ class Session:
         )
         return usage.allowed(step.binding, spent, self._desk.prices())
 
-    async def _commands(self, head: Head) -> git.Commands | Refuse:
-        """Reads as much of a push as tells what it pushes, and keeps it."""
+    async def _commands(self, head: Head, step: gate.Later) -> git.Commands | lfs.Batch | Refuse:
+        """Reads as much of a body as tells what it does, and keeps it."""
         if head.length is not None and head.length > git.PACK_MAX:
             return _TOO_LONG
         if head.expects_continue:
             await self._guest.send(h11.InformationalResponse(status_code=100, headers=[]))
             self._continued = True
-        reader = git.CommandReader()
+        reader = gate.reader(head, step)
         while True:
             try:
                 event = await self._guest.body()
@@ -247,12 +255,15 @@ class Session:
             if found is not None:
                 return found
 
-    def _exchange(self, head: Head, leave: gate.Inject, connection: Connection) -> Exchange:
+    def _exchange(
+        self, head: Head, leave: gate.Inject, connection: Connection, rewrite: Rewrite | None
+    ) -> Exchange:
         return Exchange(
             head,
             leave,
             self._guest,
             connection,
+            rewrite=rewrite,
             kept=self._kept,
             continued=self._continued,
             body_max=git.PACK_MAX if self._kept else None,
@@ -319,6 +330,14 @@ def _named(head: Head, running: gate.Running) -> str:
     hosts = head.get(b"host")
     names = {f"{name}.{BROKER_ZONE}".encode(): name for name in running.bindings}
     return names.get(hosts[0].lower(), "") if len(hosts) == 1 else ""
+
+
+def _rewriting(boot: Boot, facts: gate.Facts, leave: gate.Inject) -> Rewrite | None:
+    """How a reply has to be changed: that to a batch call of git-lfs, and no other."""
+    batch, nonce = facts.commands, leave.running.nonces[leave.binding.name]
+    if not isinstance(batch, lfs.Batch):
+        return None
+    return lambda body: boot.links.rewrite(body, batch, leave.binding, nonce, time.monotonic())
 
 
 def _route(step: gate.Later) -> str:
