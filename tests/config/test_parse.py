@@ -331,6 +331,7 @@ def typed(value: Any) -> str:
 OTHER: dict[str, list[Any]] = {
     "bool": [1, 0, "true", [], {}, 1.0],
     "int": [True, False, 1.0, "1", [], {}],
+    "float": [True, False, "1.5", [], {}],
     "str": [1, True, 1.5, ["x"], {"a": "x"}],
     "list": ["x", 1, True, {"a": 1}, 1.5],
     "dict": ["x", 1, True, [1], []],
