@@ -364,7 +364,8 @@ VERBS: Final[tuple[Verb, ...]] = (
             NAME._replace(required=False),
             option("--since", "TIME", values.moment, "RFC 3339, or so long ago: 90s, 15m, 2h, 7d"),
         ),
-        entry="broker",
+        body="usage:show",
+        detail="Whole days, in UTC. Costs need a prices.toml beside the config file.",
     ),
     # -- network
     Verb(

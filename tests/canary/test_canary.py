@@ -77,6 +77,7 @@ RUNS: dict[str, list[list[str]]] = {
     "service restart": [["broker"]],
     "setup": [["--system"]],  # for root alone: refused
     "uninstall": [["--system"]],
+    "usage": [[], ["web1"]],
     "demo config": [[]],
     "completion": [["bash"]],
     "attach": [["web1", "--list"], ["web1"], ["web1", "--shell"]],

@@ -129,7 +129,6 @@ UNBUILT: dict[str, list[str]] = {
     "image gc": [],
     "setup": [],
     "uninstall": [],
-    "usage": [],
 }
 
 
