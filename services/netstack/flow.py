@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from agent_box.netstack.contract import Flow as Facts
 from agent_box.netstack.poller import ERROR, OUT, Poller
-from agent_box.netstack.sni import HELLO_MAX, NO_NAME, Hello, read_hello
+from agent_box.netstack.sni import NO_NAME, Hello, HelloReader
 from agent_box.netstack.tcp import DEAD, OPEN, ROOM, Tcp, Wire
 
 POLICY: Final = 0  # leads to where the policy allows
@@ -31,7 +31,7 @@ class Flow(Tcp):
         sock: towards upstream; None while connecting.
         kind: where it leads.
         facts: what the policy is asked about; of kind POLICY only.
-        hello: the first bytes of a flow whose server name is not known yet.
+        hello: reads the first bytes of a flow whose server name is not known yet.
         shut: upstream was told that the guest finished.
         eof: upstream finished.
         broken: upstream takes no more; what it sent before is still to be read.
@@ -50,7 +50,7 @@ class Flow(Tcp):
         self.sock: socket.socket | None = None
         self.facts: Facts | None = None
         self.dial: object | None = None
-        self.hello: bytearray | None = None
+        self.hello: HelloReader | None = None
         self.outq: deque[bytes | memoryview] | None = None
         self.origin = 0  # of a forward: the host's port
         self.eof = self.shut = self.broken = False
@@ -118,7 +118,10 @@ class Relay:
             if flow.arrived is not None:
                 self._up(flow, flow.arrived)
             if flow.hello is not None and flow.finished and flow.state == OPEN:
-                self._greeted(flow, read_hello(flow.hello) or NO_NAME)
+                if flow.hello.data:
+                    self._greeted(flow, NO_NAME)  # it never said
+                else:
+                    flow.hello = None  # nor anything else
             if flow.state == OPEN:
                 if flow.due:
                     flow.acknowledge()
@@ -132,11 +135,12 @@ class Relay:
             flow.taken(sum(map(len, pieces)))
             return
         if flow.hello is not None:
+            hello = None
             for piece in pieces:
-                flow.hello += piece
-            hello = read_hello(flow.hello)
-            if hello is None and len(flow.hello) >= HELLO_MAX:
-                hello = NO_NAME
+                if hello is None:
+                    hello = flow.hello.feed(piece)
+                else:
+                    flow.hello.data += piece
             if hello is not None:
                 self._greeted(flow, hello)
             return
@@ -175,8 +179,8 @@ class Relay:
         if not self._judge(flow, hello):
             self.cut(flow)
             return
-        if first:
-            flow.outq = deque((bytes(first),))
+        if first is not None and first.data:
+            flow.outq = deque((bytes(first.data),))
             self.drain(flow)
 
     def drain(self, flow: Flow) -> None:

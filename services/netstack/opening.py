@@ -35,7 +35,7 @@ from agent_box.netstack.policy import BROKER_PORT, TLS_PORT
 from agent_box.netstack.poller import Poller
 from agent_box.netstack.reports import Reporter
 from agent_box.netstack.resolver import Resolver
-from agent_box.netstack.sni import Hello
+from agent_box.netstack.sni import Hello, HelloReader
 from agent_box.netstack.tcp import Wire
 
 DNS_PORT: Final = 53
@@ -269,7 +269,7 @@ class Opener:
             return
         flow.facts = known
         if known.port == TLS_PORT:
-            flow.hello = bytearray()
+            flow.hello = HelloReader()
         self._poller.hand_over(sock.fileno(), flow)
         self._accept(flow, sock)
 

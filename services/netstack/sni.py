@@ -30,47 +30,70 @@ NO_NAME: Final = Hello("no-name", None)
 MALFORMED: Final = Hello("named", "")
 
 
-def read_hello(untrusted_stream: bytes | bytearray) -> Hello | None:
-    """What the client's first bytes say; None while they do not say it yet.
+class HelloReader:
+    """Reads one client's first bytes as they come; the work is in proportion to them.
 
-    Bytes that are no TLS name nobody.
+    Attributes:
+        data: all that was fed.
     """
-    data = untrusted_stream
-    if not data:
-        return None
-    if data[0] != _HANDSHAKE or (len(data) > 1 and data[1] != 3):
-        return NO_NAME
-    message = bytearray()
-    at = 0
-    while True:
-        if len(message) >= 4:
-            if message[0] != _CLIENT_HELLO:
-                return NO_NAME
-            need = 4 + int.from_bytes(message[1:4], "big")
-            if need > HELLO_MAX:
+
+    __slots__ = ("_at", "_left", "_message", "data")
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self._at = 0
+        self._left = 0  # of the record that is being read
+        self._message = bytearray()
+
+    def feed(self, untrusted_piece: bytes | memoryview) -> Hello | None:
+        """What the bytes so far say; None while they do not say it yet.
+
+        Bytes that are no TLS name nobody.
+        """
+        data = self.data
+        data += untrusted_piece
+        if not data:
+            return None
+        if data[0] != _HANDSHAKE or (len(data) > 1 and data[1] != 3):
+            return NO_NAME
+        while True:
+            if self._left:
+                part = data[self._at : self._at + self._left]
+                if not part:
+                    break
+                self._message += part
+                self._at += len(part)
+                self._left -= len(part)
+                found = _whole(self._message)
+                if found is not None:
+                    return found
+                continue
+            if len(data) - self._at < 5:
+                break
+            if data[self._at] != _HANDSHAKE or data[self._at + 1] != 3:
+                return MALFORMED  # another record within a message (RFC 8446 §5.1)
+            self._left = data[self._at + 3] << 8 | data[self._at + 4]
+            if not 0 < self._left <= _RECORD_MAX:
                 return MALFORMED
-            if len(message) >= need:
-                return _client_hello(bytes(message[4:need]))
-        if len(data) - at < 5:
-            break
-        if data[at] != _HANDSHAKE or data[at + 1] != 3:
-            return MALFORMED  # another record within a message (RFC 8446 §5.1)
-        length = data[at + 3] << 8 | data[at + 4]
-        if not 0 < length <= _RECORD_MAX:
-            return MALFORMED
-        part = data[at + 5 : at + 5 + length]
-        message += part
-        if len(part) < length:
-            # The rest of this record is under way; a name is told only by a whole message.
-            if len(message) >= 4:
-                if message[0] != _CLIENT_HELLO:
-                    return NO_NAME
-                need = 4 + int.from_bytes(message[1:4], "big")
-                if len(message) >= need:
-                    return _client_hello(bytes(message[4:need]))
-            break
-        at += 5 + length
-    return MALFORMED if len(data) >= HELLO_MAX else None
+            self._at += 5
+        return MALFORMED if len(data) >= HELLO_MAX else None
+
+
+def read_hello(untrusted_stream: bytes | bytearray) -> Hello | None:
+    """What a client's first bytes say, given at once; see `HelloReader.feed`."""
+    return HelloReader().feed(bytes(untrusted_stream))
+
+
+def _whole(message: bytearray) -> Hello | None:
+    """What a handshake message says; None while there is not all of it."""
+    if len(message) < 4:
+        return None
+    if message[0] != _CLIENT_HELLO:
+        return NO_NAME
+    need = 4 + int.from_bytes(message[1:4], "big")
+    if need > HELLO_MAX:
+        return MALFORMED
+    return _client_hello(bytes(message[4:need])) if len(message) >= need else None
 
 
 class _Reader:
