@@ -159,6 +159,8 @@ class Guest:
             b"Content-Length: %d" % len(body),
             b"Cache-Control: no-store",
         ]
+        if refuse.status == 401:  # without it git and curl do not show what they have
+            lines.append(b'WWW-Authenticate: Basic realm="agent-box"')
         if refuse.status == 503:
             lines.append(b"Retry-After: 1")
         if not keep:
