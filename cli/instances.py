@@ -319,7 +319,7 @@ def _lines(result: dict[str, Any]) -> str:
     )
     harness = result["harness"]
     shown["harness"] = " ".join(harness) if isinstance(harness, list) else harness
-    shown["hook"] = f"{result['hook'] or 'the usual one'}; this version runs none"
+    shown["hook"] = result["hook"] or "the usual one"
     shown["engine"] = _engine_text(result["engine"])
     forwards = result["forwards"]
     shown["forwards"] = (

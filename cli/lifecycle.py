@@ -26,10 +26,9 @@ STUCK_S: Final = 45.0  # so long we wait while nothing goes on
 
 def start(out: Render, *, name: str, no_hook: bool) -> None:
     """Boots it; returns when the guest shook hands and is provisioned."""
-    from agent_box.registry.contract import Name
+    from agent_box.registry.contract import Start
 
-    del no_hook  # this version runs no hook
-    _carry_out(out, "start", name, Name(name=name))
+    _carry_out(out, "start", name, Start(name=name, no_hook=no_hook))
 
 
 def stop(out: Render, *, name: str, grace: int | None) -> None:
@@ -78,9 +77,9 @@ def bring_up(out: Render, name: str, *, within_s: float) -> None:
     Raises:
         Failure, Refusal: it is not running. After the time it goes on starting.
     """
-    from agent_box.registry.contract import Name
+    from agent_box.registry.contract import Start
 
-    _done(out, "start", name, Name(name=name), within_s=within_s)
+    _done(out, "start", name, Start(name=name, no_hook=False), within_s=within_s)
 
 
 # ------------------------------------------------------------------------------ below

@@ -221,7 +221,7 @@ VERBS: Final[tuple[Verb, ...]] = (
         "start",
         INSTANCES,
         "Cold boot from the data disk.",
-        (NAME, switch("--no-hook", "do not run the project hook; none runs yet")),
+        (NAME, switch("--no-hook", "do not run the project hook this time")),
         body="lifecycle:start",
     ),
     Verb(

@@ -20,8 +20,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from agent_box.guest import disk, processes, streams, system
+from agent_box.guest import disk, environment, processes, streams, system
 from agent_box.guest.control import Action, Session
+from agent_box.guest.hook import Hook
 from agent_box.guest.loop import Loop
 from agent_box.guest.ports import Inherited
 from agent_box.guest.streams import Refused
@@ -61,6 +62,11 @@ class Agent:
         self._streams: dict[_Stream, None] = {}  # oldest first
         self._off = False
         self._terminals = Terminals(self._loop, self._surroundings)
+        self._hook: Hook | None = None  # of this provisioning, when this process began it
+        self._hook_waits: list[_Stream] = []
+        self._asking: _Stream | None = None  # whose operation is being done
+        if self.provision is not None:
+            self._begin_hook(self.provision)
         served = {CONTROL_PORT: self._control, streams.PORT: self._terminals.serve}
         for port, listener in inherited.listeners.items():
             accept = _accepting(listener, served.get(port, _nobody))
@@ -103,15 +109,41 @@ class Agent:
     def _surroundings(self) -> tuple[list[tuple[str, str]], dict[str, str]] | None:
         if self.provision is None or self._disk.state != "ok":
             raise Refused("wrong-state", "the guest is not provisioned")
-        variables = [(v["name"], v["value"]) for v in self.provision["environment"]]
-        return variables, {}
+        if self._hook is not None and self._hook.state == "running":
+            return None
+        return _variables(self.provision), self.provision.get("exported", {})
 
-    def perform(self, action: Action) -> dict[str, Any]:
-        """Does one operation and returns the fields of its reply.
+    def _begin_hook(self, provision: dict[str, Any]) -> None:
+        """Once for each provisioning: an agent process after this one finds what it exported."""
+        wanted = provision["hook"]
+        if wanted is None or "exported" in provision or self._disk.state != "ok":
+            return
+        self._hook = Hook(self._loop, self._hook_settled)
+        before = environment.build("agent", _variables(provision), {}, (), None)
+        self._hook.begin(wanted["path"], before, expected=wanted["expected"])
+
+    def _hook_settled(self) -> None:
+        assert self.provision is not None and self._hook is not None
+        self.provision["exported"] = self._hook.exported
+        _keep(self.provision)
+        waiting, self._hook_waits = self._hook_waits, []
+        for stream in waiting:
+            if stream in self._streams:
+                stream.answer(self._hook_ended())
+        self._terminals.settled()
+
+    def _hook_ended(self) -> dict[str, Any]:
+        if self._hook is None:
+            return {"state": "none", "line": ""}
+        return {"state": self._hook.state, "line": self._hook.text}
+
+    def perform(self, action: Action, stream: _Stream) -> dict[str, Any] | None:
+        """Does one operation and returns the fields of its reply; None: they come later.
 
         Raises:
             OSError: it could not be done; the text goes to the host.
         """
+        self._asking = stream
         return _OPERATIONS[action.op](self, action.fields)
 
     def _provision(self, fields: dict[str, Any]) -> dict[str, Any]:
@@ -122,8 +154,14 @@ class Agent:
             in_root(lambda: _settle(fields["hostname"], sudo=fields["sudo"]), uid=0)
             if files:
                 in_root(lambda: write_files(files), uid=disk.AGENT_UID)
+        again = self.provision is not None and self.provision["boot"] == fields["boot"]
+        exported = self.provision.get("exported") if again and self.provision else None
         self.provision = {k: v for k, v in fields.items() if k not in ("time_ns", "at_ns")}
+        if exported is not None:
+            self.provision["exported"] = exported
         _keep(self.provision)
+        if not (again and self._hook is not None):
+            self._begin_hook(self.provision)
         return {"off_ns": off, "now_ns": time.time_ns()}
 
     def _time(self, fields: dict[str, Any]) -> dict[str, Any]:
@@ -136,6 +174,13 @@ class Agent:
             raise OSError("it is older than the last that was done")
         self._last_ns = fields["at_ns"]
         return system.set_clock(fields["time_ns"])
+
+    def _await_hook(self, _: dict[str, Any]) -> dict[str, Any] | None:
+        if self._hook is None or self._hook.state != "running":
+            return self._hook_ended()
+        assert self._asking is not None
+        self._hook_waits.append(self._asking)
+        return None
 
     def _trim(self, _: dict[str, Any]) -> dict[str, Any]:
         if self._disk.state != "ok":
@@ -151,9 +196,10 @@ class Agent:
 
 
 # Dispatch is from this table alone; control.OPERATIONS says what the fields must be.
-_OPERATIONS: Final[dict[str, Callable[[Agent, dict[str, Any]], dict[str, Any]]]] = {
+_OPERATIONS: Final[dict[str, Callable[[Agent, dict[str, Any]], dict[str, Any] | None]]] = {
     "provision": Agent._provision,
     "time": Agent._time,
+    "hook": Agent._await_hook,
     "trim": Agent._trim,
     "poweroff": Agent._poweroff,
     "ping": Agent._ping,
@@ -183,6 +229,11 @@ class _Stream:
         self._connection.close()
         self._agent.ended(self)
 
+    def answer(self, fields: dict[str, Any]) -> None:
+        """The reply that came later."""
+        self._session.reply(fields)
+        self._ready(0)
+
     def _ready(self, events: int) -> None:
         try:
             if events & selectors.EVENT_READ:
@@ -200,7 +251,9 @@ class _Stream:
             raise OSError("the host closed it")
         for action in self._session.feed(untrusted):
             try:
-                self._session.reply(self._agent.perform(action))
+                fields = self._agent.perform(action, self)
+                if fields is not None:
+                    self._session.reply(fields)
             except Exception as error:  # noqa: BLE001 - the host is told, and the others served
                 why = str(error) or type(error).__name__
                 self._session.refuse(f"{action.op}: {why}")
@@ -240,6 +293,10 @@ def _accepting(
 
 def _nobody(connection: socket.socket) -> None:
     connection.close()
+
+
+def _variables(provision: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(v["name"], v["value"]) for v in provision["environment"]]
 
 
 def _kept() -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Of a shell itself, so nobody else's business after a hook.
-_OF_A_SHELL: Final = frozenset(("_", "PWD", "OLDPWD", "SHLVL"))
+_OF_A_SHELL: Final = frozenset(("_", "PWD", "OLDPWD", "SHLVL", "SHELL"))
 
 
 def build(

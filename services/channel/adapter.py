@@ -7,9 +7,10 @@ The harness is refused until it is built; `MISSING` says so.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal
 
 from agent_box.broker.contract import Nonce, Nonces, NoncesOf
 from agent_box.bus.errors import Reason, Refusal
@@ -18,7 +19,7 @@ from agent_box.bus.schema import Empty
 from agent_box.bus.server import Call, Handler, StreamHandler
 from agent_box.channel import guests, provisioning
 from agent_box.channel.contract import CONTRACT, Guest, Provision, Provisioned
-from agent_box.channel.control import clock
+from agent_box.channel.control import clock, hook_end
 from agent_box.channel.guests import Forged, Link
 from agent_box.channel.keeper import EVERY_S, LOOK_S, Clocks, Jumps, Kept
 from agent_box.channel.terminals import Desk
@@ -32,6 +33,7 @@ NONCES_S: Final = 5.0
 HOME: Final = "/home/agent"  # guest.disk.HOME
 SKEW_MS: Final = 500  # over this the clock is set once more
 NOTE_S: Final = 20.0
+HOOK_S: Final = 330.0  # the guest ends it after 300
 MARGIN_S: Final = 1.0  # of a call's deadline, for the answer
 LAST_S: Final = 1.0  # at the end, for what is still to be noted
 FORGED_S: Final = 60.0  # a guest's forgeries are noted once in this time, with their number
@@ -103,6 +105,7 @@ class Channel(Unbuilt):
                     f"the guest cannot use its data disk: {hello.disk_text}",
                     facts={"disk": hello.disk},
                 )
+            hook = request.hook
             given = await self._provisions(request)
             given.environment.update((v.name, v.value) for v in request.environment)
             fields = {
@@ -111,7 +114,7 @@ class Channel(Unbuilt):
                 "environment": [{"name": n, "value": v} for n, v in given.environment.items()],
                 "files": [vars(file) for file in given.files],
                 "harness": request.harness,
-                "hook": None,
+                "hook": None if hook is None else {"path": hook.path, "expected": hook.expected},
                 "sudo": request.sudo,
             }
             skew = await self._timed(link, "provision", fields, until - self._now())
@@ -125,6 +128,12 @@ class Channel(Unbuilt):
         self._frozen.discard(request.instance)
         self._kept.add(request.instance, request.boot)
         self.note(request.instance, "guest-ready", {"boot": request.boot, "skew_ms": skew})
+        if hook is not None and hook.required:
+            why = await self._hooked(request, max(0.0, until - self._now()))
+            if why is not None:
+                raise Refusal(Reason.BOOT_FAILED, f"the project hook failed: {why}")
+        elif hook is not None:
+            self._context.tasks.spawn(self._hooked_later(request), name="hook")
         return Provisioned(version=hello.guest, skew_ms=skew)
 
     async def set_time(self, request: Guest, call: Call) -> Provisioned:
@@ -172,6 +181,33 @@ class Channel(Unbuilt):
             assert isinstance(reply, Nonces)
             found = reply.nonces
         return provisioning.plan(found, request.harness, HOME)
+
+    async def _hooked(self, request: Provision, seconds: float) -> str | None:
+        """Waits for the end of the hook, on a stream of its own; returns why it failed.
+
+        Raises:
+            Refusal: as `Link.ask`.
+        """
+        link = Link(self._dials, request.instance, request.boot, self._clocks)
+        try:
+            state, line = hook_end(await link.ask("hook", {}, seconds))
+        except (Forged, FrameError) as error:
+            raise self._forged(link, error) from None
+        finally:
+            link.end()
+        facts: dict[str, Fact] = {"boot": request.boot, "claim": line}
+        if state != "none":
+            # the same of the same boot, so that a provisioning that is repeated tells it once
+            event = hashlib.sha256(f"hook {request.instance} {request.boot}".encode()).digest()
+            kind = f"hook-{state}"
+            self.note(request.instance, kind, facts, source="guest-channel", event_id=event[:16])
+        return line if state == "failed" else None
+
+    async def _hooked_later(self, request: Provision) -> None:
+        try:
+            await self._hooked(request, HOOK_S)
+        except Refusal:
+            return  # the machine ended first, or hangs; both are noted by others
 
     def _now(self) -> float:
         return self._clocks.steady() / 1e9
@@ -270,12 +306,20 @@ class Channel(Unbuilt):
         self._forgeries[instance] = (until, count)
         return Refusal(Reason.CONNECTION_LOST, "the guest sent what no box-guest sends")
 
-    def note(self, instance: str, kind: str, facts: dict[str, Fact]) -> None:
+    def note(
+        self,
+        instance: str,
+        kind: str,
+        facts: dict[str, Fact],
+        *,
+        source: Literal["host-observed", "guest-channel"] = "host-observed",
+        event_id: bytes | None = None,
+    ) -> None:
         self._notes.put(
             Note(
-                event_id=os.urandom(16),
+                event_id=event_id or os.urandom(16),
                 instance=instance,
-                source="host-observed",
+                source=source,
                 kind=kind,
                 facts=facts,
             )

@@ -33,6 +33,14 @@ class Variable(Wire, frozen=True):
     value: str
 
 
+class Hook(Wire, frozen=True):
+    """A file that is sourced before terminals and harness start."""
+
+    path: str  # in the guest, absolute or from ~/ on
+    expected: bool  # whether it is a failure when it is not there
+    required: bool  # whether a failure of it is one of the start
+
+
 class Provision(Wire, frozen=True):
     """All of it, every time: an empty list says none."""
 
@@ -42,6 +50,7 @@ class Provision(Wire, frozen=True):
     environment: list[Variable]  # the agent's, on top of what the guest itself sets
     bindings: list[str]  # by name; with any, the broker is asked for their nonces
     harness: str | None  # kage, codex, ...; None when the profile names none
+    hook: Hook | None  # None: none is run
     sudo: bool  # whether the agent's uid may become root
 
 
@@ -190,7 +199,7 @@ CONTRACT = Contract(
             kind=Kind.IDEMPOTENT,
             request=Provision,
             reply=Provisioned,
-            deadline_s=300,
+            deadline_s=600,
             data=Data.NONCE,
             summary="Shakes hands with a booting guest and gives it all it shall have.",
         ),
@@ -290,6 +299,8 @@ CONTRACT = Contract(
     events=(
         Event(name="guest-ready", summary="A guest shook hands and took its provisioning."),
         Event(name="forgery-refused", summary="A guest sent a bad frame; its stream was ended."),
+        Event(name="hook-done", summary="The project hook was sourced."),
+        Event(name="hook-failed", summary="It was not, or not to its end; with its last lines."),
         Event(name="root-session", summary="An operator opened a root terminal or command."),
         Event(name="permission-allowed", summary="A harness asked for leave and got it once."),
         Event(name="run-ended", summary="A prompt came to its end, and how."),

@@ -92,6 +92,18 @@ def refused(untrusted_reply: dict[str, Any]) -> str | None:
     raise FrameError("a reply without an outcome")
 
 
+def hook_end(untrusted_reply: dict[str, Any]) -> tuple[str, str]:
+    """How the project hook ended, and its last lines.
+
+    Raises:
+        FrameError: it is no such reply.
+    """
+    state = untrusted_reply.get("state")
+    if state not in ("none", "done", "failed"):
+        raise FrameError("a hook that did not end")
+    return str(state), _text(untrusted_reply, "line")
+
+
 def clock(untrusted_reply: dict[str, Any]) -> int:
     """The guest's clock in a reply, Unix time in ns.
 

@@ -280,8 +280,9 @@ class Registry:
         )
         return await self._run(plan)
 
-    async def start_instance(self, request: api.Name, call: Outcome) -> api.Progress:
-        return await self._run(self.life.start(request.name, now_ms=self._now_ms()), call)
+    async def start_instance(self, request: api.Start, call: Outcome) -> api.Progress:
+        plan = self.life.start(request.name, now_ms=self._now_ms(), no_hook=request.no_hook)
+        return await self._run(plan, call)
 
     async def stop_instance(self, request: api.Stop, call: Outcome) -> api.Progress:
         return await self._run(self.life.stop(request, now_ms=self._now_ms()), call)

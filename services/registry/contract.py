@@ -48,6 +48,11 @@ class Name(Wire, frozen=True):
     name: str
 
 
+class Start(Wire, frozen=True):
+    name: str
+    no_hook: bool  # this boot goes without the project hook
+
+
 class Stop(Wire, frozen=True):
     name: str
     grace_ms: int | None  # for the guest to power off; 0 is a kill; None: as in the config
@@ -300,7 +305,7 @@ CONTRACT = Contract(
                 "One row for each instance; unknown where the engine has not answered."),
         _method("inspect", Kind.READ, Name, Instance, Data.RECORD,
                 "The full record and what the engine and netstack say now."),
-        _method("start", Kind.ONCE, Name, Progress, Data.RECORD,
+        _method("start", Kind.ONCE, Start, Progress, Data.RECORD,
                 "Boots a stopped instance. Answered when that is on record; then ask `follow`.",
                 deadline_s=30),
         _method("stop", Kind.ONCE, Stop, Progress, Data.RECORD,

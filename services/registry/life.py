@@ -55,6 +55,8 @@ from agent_box.registry.journal import Fact
 from agent_box.registry.record import Record
 from agent_box.registry.states import Answer, Cause, State, Verb, ask, move, needs
 
+HOOK_S: Final = 320.0  # more for one that waits for its project hook; the guest ends it after 300
+HOOK: Final = "~/work/.agent-box/hook.sh"  # of a profile that names none
 BOOT_S: Final = 120.0  # from a running VMM to a provisioned guest; emulated on a busy host
 FRESH_MS: Final = 120_000  # an intent to start that is older is not taken up by a new registry
 POWEROFF_S: Final = 30.0  # in which the guest takes the request
@@ -86,7 +88,9 @@ class Life:
 
     # -------------------------------------------------------------------------- verbs
 
-    def start(self, untrusted_name: str, *, now_ms: int) -> Plan[api.Progress]:
+    def start(
+        self, untrusted_name: str, *, now_ms: int, no_hook: bool = False
+    ) -> Plan[api.Progress]:
         record = yield from self._looked_at(untrusted_name)
         if record.doing == "start" and record.state == State.STARTING:
             return self.progress(record)
@@ -100,10 +104,13 @@ class Life:
         record = _configured(record, config)
         seen = self._core.seen.get(record.id)
         boots = max(record.boots, 0 if seen is None else seen.boot or 0) + 1
-        record = msgspec.structs.replace(record, boots=boots, network=None)
+        record = msgspec.structs.replace(record, boots=boots, network=None, no_hook=no_hook)
+        facts: dict[str, Fact] = {"boot": boots}
+        if no_hook:
+            facts["hook"] = "skipped"
         return (
             yield from self._accept(
-                record, "start", self._after(record, Cause.START), now_ms, {"boot": boots}
+                record, "start", self._after(record, Cause.START), now_ms, facts
             )
         )
 
@@ -397,7 +404,11 @@ class Life:
             if observed.state == "stopped":
                 raise Refusal(Reason.BOOT_FAILED, f"the machine ended at once{_how(observed)}")
             yield Tell(id, "waiting for the guest")
-            ready = yield Provision(_provisioning(record), record.intent, BOOT_S)
+            wanted = _provisioning(record)
+            seconds = BOOT_S
+            if wanted.hook is not None and wanted.hook.required:
+                seconds += HOOK_S
+            ready = yield Provision(wanted, record.intent, seconds)
         except Refusal as refusal:
             if self._is_current(record):
                 yield from self._fail(record, _boot_told(refusal))
@@ -424,15 +435,8 @@ class Life:
         carries it and the journal tells why. One that has bindings is for nothing without.
 
         Raises:
-            Refusal: its bindings cannot be served, or its project hook is required and nothing
-                runs it yet: a setting that is not in force must not look as if it were.
+            Refusal: its bindings cannot be served.
         """
-        if record.hook_required:
-            raise Refusal(
-                Reason.ENGINE_UNAVAILABLE,
-                f"{record.name} was made with hook_required = true, and this version runs no hook",
-                facts={"gap": "hook"},
-            )
         up = broker.InstanceUp(
             instance=record.id, name=record.name, boot=record.boots, bindings=record.bindings
         )
@@ -728,7 +732,18 @@ def _provisioning(record: Record) -> channel.Provision:
         environment=[],
         bindings=record.bindings,
         harness=record.harness if isinstance(record.harness, str) else None,
+        hook=_hook(record),
         sudo=record.sudo,
+    )
+
+
+def _hook(record: Record) -> channel.Hook | None:
+    if record.no_hook:
+        return None
+    return channel.Hook(
+        path=record.hook or HOOK,
+        expected=record.hook is not None or record.hook_required,
+        required=record.hook_required,
     )
 
 

@@ -70,6 +70,7 @@ class Record(Wire, frozen=True):
     boots: int  # the number of the last boot
     images: api.Images  # chosen at create
     network: Literal["none"] | None  # none: the boot goes without network and broker
+    no_hook: bool  # the boot goes without its project hook
     intent: int  # counts up with every verb that was accepted
     doing: api.Doing | None  # what is left to do of the last one
     grace_ms: int  # for the guest, while it is being stopped; 0: it is killed
@@ -129,6 +130,7 @@ def draft(
         boots=0,
         images=request.images,
         network=None,
+        no_hook=False,
         intent=0,
         doing=None,
         grace_ms=0,

@@ -15,6 +15,7 @@ from support.guests import ID, OTHER, FakeClocks, Good, Scene, Serve
 
 from agent_box.bus.errors import Reason, Refusal
 from agent_box.channel import adapter
+from agent_box.channel.contract import Hook
 from agent_box.guest.wire import VERSION, Kind, encode, pack
 
 HELLO = {
@@ -60,6 +61,29 @@ def test_a_guest_is_given_all_of_it(tmp_path: Path) -> None:
         assert good.asked[0]["boot"] == 7 and good.asked[0]["hostname"] == "work"
         await soon("noted", lambda: scene.noted("guest-ready"))
         assert scene.noted("guest-ready")[0]["boot"] == 7
+
+    played(tmp_path, play)
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("state", ["none", "done", "failed"])
+def test_the_end_of_a_hook_is_noted_and_fails_the_start_where_it_must(
+    tmp_path: Path, state: str, required: bool
+) -> None:
+    async def play(scene: Scene) -> None:
+        good = scene.guests[ID] = Good()
+        good.hook = {"state": state, "line": "line 3\x1b"}
+        hook = Hook(path="~/x", expected=True, required=required)
+        if required and state == "failed":
+            with pytest.raises(Refusal, match="line 3\\?") as refused:
+                await scene.provision(hook=hook)
+            assert refused.value.reason is Reason.BOOT_FAILED
+        else:
+            await scene.provision(hook=hook)
+        assert good.asked[0]["hook"] == {"path": "~/x", "expected": True}
+        await soon("asked", lambda: "hook" in good.ops)
+        if state != "none":
+            await soon("noted", lambda: scene.noted(f"hook-{state}"))
 
     played(tmp_path, play)
 

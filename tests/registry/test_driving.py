@@ -159,7 +159,9 @@ def shown(registry: Registry) -> str:
 
 async def started(registry: Registry, host: Host) -> None:
     host.ready.set()
-    ended = await followed(registry, await registry.start_instance(api.Name(name="web1"), Call()))
+    ended = await followed(
+        registry, await registry.start_instance(api.Start(name="web1", no_hook=False), Call())
+    )
     assert ended.failed is None and shown(registry) == "running"
 
 
@@ -176,7 +178,7 @@ def note(host: Host, kind: str, number: int) -> api.Note:
 def test_start_answers_at_once_and_follow_when_it_is_done(within: Callable[..., None]) -> None:
     async def test(registry: Registry, host: Host) -> None:
         call = Call()
-        accepted = await registry.start_instance(api.Name(name="web1"), call)
+        accepted = await registry.start_instance(api.Start(name="web1", no_hook=False), call)
         assert call.said == [accepted]  # the outcome is on record with the intent
         assert accepted.doing == "start"
         following = TaskSet(Log()).hold(followed(registry, accepted), name="follow")
@@ -192,7 +194,7 @@ def test_start_answers_at_once_and_follow_when_it_is_done(within: Callable[..., 
 
 def test_a_note_of_the_engine_ends_the_wait_for_a_guest(within: Callable[..., None]) -> None:
     async def test(registry: Registry, host: Host) -> None:
-        accepted = await registry.start_instance(api.Name(name="web1"), Call())
+        accepted = await registry.start_instance(api.Start(name="web1", no_hook=False), Call())
         while "channel.provision" not in host.asked:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         host.state, host.exit = "stopped", 3
@@ -213,7 +215,7 @@ def test_without_a_note_it_is_seen_at_the_next_look(
     monkeypatch.setattr(adapter, "LOOK_S", 0.05)
 
     async def test(registry: Registry, host: Host) -> None:
-        accepted = await registry.start_instance(api.Name(name="web1"), Call())
+        accepted = await registry.start_instance(api.Start(name="web1", no_hook=False), Call())
         while "channel.provision" not in host.asked:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         host.state = "stopped"
@@ -236,7 +238,7 @@ def test_a_note_shows_that_a_machine_has_ended(within: Callable[..., None]) -> N
 
 def test_a_stop_ends_a_start_that_waits(within: Callable[..., None]) -> None:
     async def test(registry: Registry, host: Host) -> None:
-        starting = await registry.start_instance(api.Name(name="web1"), Call())
+        starting = await registry.start_instance(api.Start(name="web1", no_hook=False), Call())
         while "channel.provision" not in host.asked:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         stop = await registry.stop_instance(api.Stop(name="web1", grace_ms=None), Call())
@@ -310,7 +312,7 @@ def test_the_next_registry_goes_on_with_a_start(tmp_path: Path) -> None:
             await registry.start()
             if life == 0:
                 await registry.create(create(), Call())
-                await registry.start_instance(api.Name(name="web1"), Call())
+                await registry.start_instance(api.Start(name="web1", no_hook=False), Call())
                 while "channel.provision" not in host.asked:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
             else:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.registries import CONFIG, Crash, World, create, made, refuse
 
 from agent_box.bus.errors import Reason, Refusal
+from agent_box.channel import contract as channel
 from agent_box.registry import commands as deciding
 from agent_box.registry import contract as api
 from agent_box.registry import life, record
@@ -133,17 +134,22 @@ def test_bindings_without_a_broker_refuse_the_start() -> None:
     assert "no-network" not in world.kinds()
 
 
-def test_a_hook_that_is_required_and_cannot_run_refuses_the_start() -> None:
+def test_a_hook_is_asked_for_and_left_out_once() -> None:
     from dataclasses import replace
 
     profiles = {n: replace(p, hook_required=True) for n, p in CONFIG.profiles.items()}
     world = World(config=replace(CONFIG, profiles=profiles), surrounded=True)
-    core, id = made(world)
-    failed = do(world, core, "start").failed
-    assert failed is not None and failed.reason == "engine-unavailable"
-    assert "hook_required" in failed.message
-    assert state(core) == "stopped" and world.holds[id] == "stopped"
-    assert not [c for c in world.done if isinstance(c, deciding.EngineBoot)]
+    core, _ = made(world)
+    assert do(world, core, "start").failed is None
+    do(world, core, "stop")
+    at = Life(core)
+    accepted = world.play(at.start("web1", now_ms=1, no_hook=True))
+    assert isinstance(accepted, api.Progress)
+    world.play(at.drive(accepted.id))
+    asked = [c for c in world.done if isinstance(c, deciding.Provision)]
+    hook = channel.Hook(path="~/work/.agent-box/hook.sh", expected=True, required=True)
+    assert [c.provision.hook for c in asked] == [hook, None]
+    assert asked[0].seconds > 300 > asked[1].seconds
 
 
 def test_with_broker_and_netstack_there_is_a_network() -> None:

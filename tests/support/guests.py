@@ -15,7 +15,7 @@ from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.handover import HandoverServer
 from agent_box.channel.adapter import Channel
 from agent_box.channel.contract import Guest as GuestName
-from agent_box.channel.contract import Provision
+from agent_box.channel.contract import Hook, Provision
 from agent_box.channel.keeper import Clocks
 from agent_box.engine.contract import Dial
 from agent_box.guest.control import Session
@@ -55,6 +55,7 @@ class Good:
         self.streams = 0
         self.ends_after: int | None = None  # requests, then the stream is lost
         self.refuses: str | None = None
+        self.hook: dict[str, Any] = {"state": "none", "line": ""}
         self.frozen = asyncio.Event()
         self.frozen.set()
 
@@ -79,6 +80,8 @@ class Good:
                     self.set_at.append(time.monotonic())
                 if self.refuses is not None:
                     session.refuse(self.refuses)
+                elif action.op == "hook":
+                    session.reply(self.hook)
                 else:
                     session.reply({"now_ns": time.time_ns() + self.off_ns})
             await loop.sock_sendall(sock, session.outgoing())
@@ -159,7 +162,14 @@ class Scene:
             assert self.failed == []
             assert set(os.listdir("/proc/self/fd")) - self.before == set()
 
-    async def provision(self, instance: str = ID, boot: int = 1, *, seconds: float = 10) -> Any:
+    async def provision(
+        self,
+        instance: str = ID,
+        boot: int = 1,
+        *,
+        seconds: float = 10,
+        hook: Hook | None = None,
+    ) -> Any:
         request = Provision(
             instance=instance,
             boot=boot,
@@ -167,6 +177,7 @@ class Scene:
             environment=[],
             bindings=[],
             harness=None,
+            hook=hook,
             sudo=False,
         )
         return await self.channel.provision(request, call(seconds))

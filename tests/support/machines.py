@@ -186,7 +186,7 @@ class Machines(House):
 
     def provision(self, instance: str, boot: int = 1, *, seconds: float = 90, **more: Any) -> Any:
         fields = {
-            "hostname": "work", "environment": [], "bindings": [], "harness": None,
+            "hostname": "work", "environment": [], "bindings": [], "harness": None, "hook": None,
             "sudo": False, **more,
         }  # fmt: skip
         request = channel.Provision(instance=instance, boot=boot, **fields)
