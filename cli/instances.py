@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from agent_box.bus.client import Client
     from agent_box.config.model import Profile
     from agent_box.process.paths import Paths
-    from agent_box.registry.contract import Entries, Entry, Images, Instance, Row
+    from agent_box.registry.contract import Counters, Entries, Entry, Images, Instance, Row
 
 PAGE: Final = 1_000  # events asked for at once
 WAIT_MS: Final = 20_000  # how long the registry may hold a question about new events
@@ -304,6 +304,19 @@ def _instance(found: Instance) -> dict[str, Any]:
             }
             for f in found.forwards
         ],
+        "counters": None if found.counters is None else _counters(found.counters),
+    }
+
+
+def _counters(counted: Counters) -> dict[str, int]:
+    return {
+        "generation": counted.generation,
+        "flows": counted.flows,
+        "flows_total": counted.flows_total,
+        "denied": counted.denied,
+        "bytes_up": counted.bytes_up,
+        "bytes_down": counted.bytes_down,
+        "dropped_frames": counted.dropped_frames,
     }
 
 
@@ -331,11 +344,16 @@ def _lines(result: dict[str, Any]) -> str:
     shown["digests"] = [f"{part} {digest}" for part, digest in digests.items() if digest]
     failed = result["failed"]
     shown["failed"] = failed and f"{failed['verb']} at {failed['time']}: {failed['message']}"
-    shown["network"] = (
-        "none: this version gives it neither network nor broker"
-        if result["network"] == "none"
-        else "the next start tells"
+    counted = result["counters"]
+    if result["network"] == "none":
+        shown["network"] = "none: it was started without"
+    else:
+        shown["network"] = "no counters: no machine runs, or netstack has not answered"
+    shown["counters"] = counted and ", ".join(
+        f"{k.replace('_', ' ')} {v}" for k, v in counted.items()
     )
+    if counted:
+        shown["network"] = "connected"
     return "\n".join(f"{key.replace('_', '-')}: {_text(value)}" for key, value in shown.items())
 
 

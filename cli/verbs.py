@@ -445,7 +445,7 @@ VERBS: Final[tuple[Verb, ...]] = (
             switch("--list", "list the forwards"),
             option("--remove", "HOSTPORT", values.integer(1, 65535), "remove a forward"),
         ),
-        entry="network",
+        body="network:forward",
         check=_forward,
     ),
     Verb(
@@ -458,8 +458,13 @@ VERBS: Final[tuple[Verb, ...]] = (
             option("--filter", "EXPR", values.line, "only packets that match"),
             option("--count", "N", values.integer(1, 1_000_000_000), "end after N packets"),
         ),
-        entry="network",
+        body="network:capture",
         streams="always",
+        detail=(
+            "EXPR is made of tcp, udp, icmp, [src|dst] host ADDRESS, [src|dst] net CIDR, "
+            "[src|dst] port N, not, and, or, and brackets. What the guest sends to the broker is "
+            "shown as zeros."
+        ),
     ),
     # -- credentials
     Verb(

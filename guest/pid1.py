@@ -2,8 +2,9 @@
 
 It mounts, binds every vsock port and opens tun0 before any other code runs in the guest, so
 that no process of the agent's uid can ever hold a port that the host dials. Then it keeps
-one child, the agent process, and reaps. All that may fail in interesting ways is the
-agent's; it is forked and not executed, since Python takes longer to start than to fork.
+two children, the agent process and the network pump, and reaps. All that may fail in
+interesting ways is theirs; they are forked and not executed, since Python takes longer to
+start than to fork.
 
 The kernel drops every signal to PID 1 for which there is no handler, SIGKILL and SIGSTOP too
 (kill(2), "Notes"); so there is none but SIGCHLD, which is blocked and waited for.
@@ -17,22 +18,24 @@ import time
 
 from agent_box.guest import system
 from agent_box.guest.ports import Inherited, listeners
+from agent_box.guest.wire import NETWORK_PORT
 
 TYPE_CHECKING = False  # typing itself would cost a tenth of all that a guest imports
 if TYPE_CHECKING:
+    import socket
     from typing import Final
 
 RESPAWN_S: Final = (0.0, 0.1, 0.5, 2.0, 5.0)  # the wait before the next start, longer each time
-STEADY_S: Final = 30.0  # an agent that lived this long starts at no wait again
+STEADY_S: Final = 30.0  # a child that lived this long starts at no wait again
 FOREVER_S: Final = 3600.0
 IGNORED: Final = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE)
 
 
 class Respawn:
-    """When the agent process is started again. No I/O: it is told the time."""
+    """When a child is started again. No I/O: it is told the time."""
 
     def __init__(self) -> None:
-        self.pid = 0  # of the agent; 0 while there is none
+        self.pid = 0  # 0 while there is none
         self._since = 0.0
         self._deaths = 0
         self._again = 0.0
@@ -41,7 +44,7 @@ class Respawn:
         self.pid, self._since = pid, now
 
     def ended(self, pid: int, now: float) -> bool:
-        """Whether the process that ended was the agent."""
+        """Whether the process that ended was this child."""
         if not self.pid or pid != self.pid:
             return False
         self.pid = 0
@@ -66,32 +69,45 @@ def main() -> None:
     system.prepare_log()
     _mounts()
     try:
-        inherited = Inherited(listeners(), _tun())
+        children = _children(listeners(), _tun())
     except OSError as error:
         # nobody could ever reach this machine: its end tells more than its silence
         system.log(f"no port can be bound, powering off: {error}")
         system.power_off()
         return
-    respawn = Respawn()
     while True:
         try:
-            _turn(respawn, inherited)
+            _turn(children)
         except Exception as error:  # noqa: BLE001 - the kernel panics if this process ends
             system.log(f"PID 1 goes on after {type(error).__name__}: {error}")
-            respawn.failed(time.monotonic())
+            for respawn, _ in children:
+                if not respawn.pid:
+                    respawn.failed(time.monotonic())
 
 
-def _turn(respawn: Respawn, inherited: Inherited) -> None:
-    """One wait, all that ended, and at most one start."""
-    wait = respawn.wait(time.monotonic())
+def _children(bound: dict[int, socket.socket], tun: int | None) -> list[tuple[Respawn, Inherited]]:
+    """The agent process, and the pump where there is a tun0; each with what is its own."""
+    if tun is None:
+        return [(Respawn(), Inherited(bound, None))]
+    pump = {port: each for port, each in bound.items() if port == NETWORK_PORT}
+    rest = {port: each for port, each in bound.items() if port != NETWORK_PORT}
+    return [(Respawn(), Inherited(rest, None)), (Respawn(), Inherited(pump, tun))]
+
+
+def _turn(children: list[tuple[Respawn, Inherited]]) -> None:
+    """One wait, all that ended, and at most one start of each."""
+    wait = min(respawn.wait(time.monotonic()) for respawn, _ in children)
     if wait:
         signal.sigtimedwait({signal.SIGCHLD}, wait)
     while (ended := _reap()) is not None:
         pid, status = ended
-        if respawn.ended(pid, time.monotonic()):
-            system.log(f"the agent process {pid} ended with status {status}")
-    if not respawn.pid and not respawn.wait(time.monotonic()):
-        respawn.started(_fork(inherited), time.monotonic())
+        for respawn, inherited in children:
+            if respawn.ended(pid, time.monotonic()):
+                what = "agent process" if inherited.tun is None else "network pump"
+                system.log(f"the {what} {pid} ended with status {status}")
+    for respawn, inherited in children:
+        if not respawn.pid and not respawn.wait(time.monotonic()):
+            respawn.started(_fork(inherited), time.monotonic())
 
 
 def _mounts() -> None:
@@ -139,12 +155,18 @@ def _fork(inherited: Inherited) -> int:
             signal.signal(name, signal.SIG_DFL)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        from agent_box.guest import agent  # the agent's imports are its own, not PID 1's
+        # a child's imports are its own, not PID 1's
+        if inherited.tun is None:
+            from agent_box.guest import agent
 
-        agent.main(inherited)
+            agent.main(inherited)
+        else:
+            from agent_box.guest import network
+
+            network.main(inherited)
         status = 0
     except BaseException as error:  # noqa: BLE001 - told on the console; PID 1 starts another
-        system.log(f"agent: {type(error).__name__}: {error}")
+        system.log(f"a child: {type(error).__name__}: {error}")
     finally:
         os._exit(status)
 

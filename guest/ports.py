@@ -15,10 +15,11 @@ BUFFER: Final = 4 << 20  # bytes a stream may have in flight to us
 
 
 class Inherited:
-    """What PID 1 opened and every agent process gets.
+    """What PID 1 opened and a process that it keeps gets.
 
     Attributes:
         listeners: by port.
+        tun: of tun0, for the network pump alone.
     """
 
     __slots__ = ("listeners", "tun")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 VERSION: Final = 1
 CONTROL_PORT: Final = 5000
+NETWORK_PORT: Final = 5003
 PORTS: Final = (5000, 5001, 5002, 5003, 5004, 5005)  # all bound before anything else runs
 HOST_CID: Final = 2  # VMADDR_CID_HOST: the only peer that is ever accepted
 

@@ -3,7 +3,8 @@
 Each process has its own user, mount, PID, IPC, UTS, network and cgroup namespace, no
 capability, no new privileges, an empty environment, a filter of system calls, and sees of the
 host /usr and the files that are named here, read-only. It gets what it works with as open
-descriptors: there is no socket and no directory that it could name. It has no /proc.
+descriptors: there is no socket and no directory that it could name. It has no /proc. The
+network worker alone has more: the host's network, and its broker's socket.
 
 A jail is started shut: a shell waits at a pipe, and becomes the program when a line comes, so
 that the process can be written down, and its limits set, before it does anything. When whoever
@@ -14,6 +15,7 @@ bubblewrap must not be told `--die-with-parent`: a machine outlives its shim.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import resource
@@ -37,6 +39,10 @@ _DEVICES: Final = ("null", "zero", "full", "random", "urandom")
 _DEV_BYTES: Final = 65536
 CODE: Final = "/code"
 MACHINE_FILES: Final = "/machine"
+WORKER_FILES: Final = 16384  # two for each flow, and some
+_WORKER_PACKAGES: Final = ("msgspec", "idna")
+_HOST_FILES: Final = "/host"
+_RESOLVER: Final = ("hosts", "nsswitch.conf", "resolv.conf")
 _MAX_NPROC: Final = 512
 TOLD: Final = 12  # digits of an id in a name
 
@@ -47,6 +53,7 @@ class Jail(NamedTuple):
     Attributes:
         name: what it is, and of which instance; its host name, so that it is seen in `ps`.
         files: shown read-only: a path of the host and its name inside.
+        links: symbolic links inside: target and name.
         devices: of the host, e.g. ``/dev/kvm``, under the same name.
         families: of the sockets that it may make.
         host_network: whether it shares the host's network.
@@ -55,6 +62,7 @@ class Jail(NamedTuple):
 
     name: str
     files: tuple[tuple[str, str], ...]
+    links: tuple[tuple[str, str], ...]
     devices: tuple[str, ...]
     families: tuple[int, ...]
     host_network: bool
@@ -90,6 +98,7 @@ def vmm(
     return Jail(
         name=f"vmm-{instance[:TOLD]}",
         files=tuple((path, f"{MACHINE_FILES}/{name}") for name, path in images),
+        links=(),
         devices=("/dev/kvm",) if kvm else (),
         families=(),
         host_network=False,
@@ -108,6 +117,7 @@ def device(instance: str, memory_mib: int) -> Jail:
     return Jail(
         name=f"vsock-{instance[:TOLD]}",
         files=code(),
+        links=(),
         devices=(),
         families=(),
         host_network=False,
@@ -117,16 +127,39 @@ def device(instance: str, memory_mib: int) -> Jail:
     )
 
 
-def worker(instance: str, broker_directory: str) -> Jail:
-    """The jail of a network worker: the host's network, and its instance's broker socket."""
+def worker(instance: str, broker_directory: str, host_files: str) -> Jail:
+    """The jail of a network worker: the host's network, and its instance's broker socket.
+
+    Args:
+        broker_directory: in which the broker listens for this instance alone.
+        host_files: with the copies of the host's resolver files, which the daemon renews.
+    """
     return Jail(
         name=f"worker-{instance[:TOLD]}",
-        files=(*code(), (broker_directory, "/broker")),
+        files=(
+            *code(),
+            *(package(name) for name in _WORKER_PACKAGES),
+            (broker_directory, "/broker"),
+            (host_files, _HOST_FILES),
+        ),
+        links=tuple((f"{_HOST_FILES}/{name}", f"/etc/{name}") for name in _RESOLVER),
         devices=(),
         families=(bpf.AF_UNIX, bpf.AF_INET, bpf.AF_INET6, bpf.AF_NETLINK),
         host_network=True,
-        limits=_limits(address_space=2 << 30, file_size=0, open_files=8192),
+        limits=_limits(address_space=2 << 30, file_size=0, open_files=WORKER_FILES),
     )
+
+
+def package(name: str) -> tuple[str, str]:
+    """Where a package of others lies, and its name inside, for a program of ours that needs it.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"the package {name} is missing")
+    return os.path.realpath(spec.submodule_search_locations[0]), f"{CODE}/{name}"
 
 
 def code() -> tuple[tuple[str, str], ...]:
@@ -173,6 +206,8 @@ def command(jail: Jail, argv: Sequence[str]) -> list[str]:
     words += ["--remount-ro", "/dev"]
     for path, inside in jail.files:
         words += ["--ro-bind", path, inside]
+    for target, inside in jail.links:
+        words += ["--symlink", target, inside]
     words += ["--remount-ro", "/", "--chdir", "/"]
     words += ["--json-status-fd", str(STATUS_FD), "--seccomp", str(FILTER_FD)]
     return [*words, "--", "/bin/sh", "-c", _GATE, "gate", *argv]

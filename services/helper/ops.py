@@ -413,23 +413,28 @@ class Ops:
             Refused: launch_failed, with why.
         """
         reader, writer = os.pipe()
+        worker_room = places.make(self._places.roles["worker"], name)
         try:
             full = order | {
                 "v": 1, "adopt": order["profile"] is None, "id": name, "launch_id": launch_id,
                 "lock": lock, "note": writer, "instance": directory, "room": room,
+                "worker_room": worker_room,
+                "broker": str(self._places.runtime_path / "vm" / "broker" / name),
+                "host_files": str(self._places.host_files()),
             }  # fmt: skip
             child = subprocess.Popen(
                 [sys.executable, "-I", "-B", "-m", "agent_box.helper.shim"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # not our log, whose reader it outlives
-                pass_fds=(lock, writer, directory, room),
+                pass_fds=(lock, writer, directory, room, worker_room),
                 env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"},
                 cwd="/",
                 start_new_session=True,
             )
         finally:
             os.close(writer)
+            os.close(worker_room)
         assert child.stdin is not None
         with open(reader, "rb", buffering=0) as note:
             try:

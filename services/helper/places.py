@@ -3,7 +3,9 @@ without following links, so that nothing that lies there can lead elsewhere.
 
     runtime/helper/sock            where the engine asks
     runtime/vm/shim/ID/            sockets of a machine: vsock, qmp, ctl; a copy of its state
-    runtime/vm/{worker,broker}/ID/ for its companions
+    runtime/vm/worker/ID/          ctl, where its network worker listens for netstack
+    runtime/vm/broker/ID/          where the broker listens for that worker
+    runtime/host/                  the host's resolver files, for workers to read
     state/instances/ID/            lock, data.img, state.json, console.N, messages.N
     state/images/blobs/sha256/     images by digest
     state/helper/                  its own: lock, what it measured and verified
@@ -105,6 +107,15 @@ class Places:
             yield fd
         finally:
             os.close(fd)
+
+    def host_files(self) -> Path:
+        """The directory with copies of the host's resolver files, made if it is missing.
+
+        Raises:
+            OSError: it cannot be made, or what lies there is not ours.
+        """
+        os.close(make(self.runtime, "host"))
+        return self.runtime_path / "host"
 
     def instance_path(self, name: str) -> Path:
         return self.state_path / "instances" / name

@@ -1,10 +1,11 @@
 """`python -I -m agent_box.helper.shim`: one per running machine, which outlives the helper.
 
 It is given on standard input one JSON object (`Order`), and descriptors that the object names.
-It makes the machine's sockets, starts the vsock device and then QEMU, each in its jail, writes
-down each process before it lets it go on, and says once on the note pipe how that went. Then it
-copies the console into a log of limited size, ends the machine when its device ends, records
-how the machine ended, and ends itself when all is gone. It holds the lock of the instance's
+It makes the machine's sockets, starts the vsock device, the network worker and then QEMU, each
+in its jail, writes down each process before it lets it go on, and says once on the note pipe
+how that went. Then it copies the console into a log of limited size, ends the machine when its
+device ends, starts another worker when that ends, records how the machine ended, and ends
+itself when all is gone. It holds the lock of the instance's
 directory as long as it lives.
 
 On `ctl` in the machine's room, a directory that only the helper reaches, it takes two words:
@@ -47,6 +48,10 @@ from agent_box.helper.procs import Proc
 from agent_box.helper.record import Record
 
 DEVICE_MODULE: Final = "agent_box.engine.vsock.__main__"
+WORKER_MODULE: Final = "agent_box.netstack.worker"
+WORKER_CTL: Final = "ctl"  # in the worker's room
+WORKER_AGAIN_S: Final = (0.0, 0.2, 1.0, 5.0)  # the wait before the next one, longer each time
+WORKER_STEADY_S: Final = 30.0  # one that lived this long is started again at once
 DEVICE_BROKEN: Final = 65  # its exit code when the machine broke their protocol, or off
 VSOCK: Final = "vsock"
 QMP: Final = "qmp"
@@ -72,6 +77,9 @@ _ORDER: Final = contract.Struct(
         ("note", contract.Int(3, 1 << 20)),
         ("instance", contract.Int(3, 1 << 20)),  # open directories
         ("room", contract.Int(3, 1 << 20)),
+        ("worker_room", contract.Int(3, 1 << 20)),
+        ("broker", contract.Text(4096)),  # directories that the worker sees
+        ("host_files", contract.Text(4096)),
     )
 )  # fmt: skip
 
@@ -123,6 +131,10 @@ class Shim:
         self._messages: capped.Writer | None = None
         self._console: capped.Writer | None = None
         self._ctl: socket.socket | None = None
+        self._worker_ctl: socket.socket | None = None
+        self._worker_due = 0.0  # when the next one is started, while there is none
+        self._worker_since = 0.0
+        self._worker_deaths = 0
         self._starting = not order["adopt"]
 
     # ------------------------------------------------------------------ starting
@@ -160,6 +172,7 @@ class Shim:
         self._go(device)
         self._until_said(ready, device)
         os.close(ready)
+        worker_ready, worker = self._start_worker()
 
         flags = os.O_NOFOLLOW | os.O_CLOEXEC
         data = os.open(places.DATA, os.O_RDWR | flags, dir_fd=order["instance"])
@@ -195,6 +208,8 @@ class Shim:
             pass  # it ended, and then says nothing either
         self._until_said(monitor.fileno(), vmm)
         monitor.close()
+        self._until_said(worker_ready, worker)
+        os.close(worker_ready)
         self._starting = False
         self._set(state="running")
 
@@ -214,11 +229,84 @@ class Shim:
             raise LaunchError("its machine does not run")
         self._listen()
         self._set(procs={**found.procs, "shim": procs.find(os.getpid())})
-        for name in ("device", "vmm"):
+        for name in ("device", "vmm", "worker"):
             proc = self._record.procs.get(name)
             fd = None if proc is None else procs.handle(proc)
             if fd is not None:
                 self._handles[name] = fd
+
+    def _start_worker(self) -> tuple[int, Started]:
+        """Lets it go; from the pipe comes a line when it serves. Whoever connects meanwhile
+        is served then.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+        order = self._order
+        if self._worker_ctl is None:
+            listener = link.listen(order["worker_room"], WORKER_CTL, socket.SOCK_STREAM, 16)
+            self._worker_ctl = listener
+        try:
+            wanted = jail.worker(order["id"], order["broker"], order["host_files"])
+        except ImportError as error:
+            raise LaunchError(str(error)) from error
+        ready, ready_end = os.pipe()
+        try:
+            worker = self._start(
+                "worker",
+                wanted,
+                jail.python(
+                    WORKER_MODULE,
+                    *("--ctl-fd", str(jail.FIRST_FD), "--ready-fd", str(jail.FIRST_FD + 1)),
+                    *("--instance", order["id"], "--restarts", str(self._record.restarts)),
+                ),
+                (self._worker_ctl.fileno(), ready_end),
+            )
+        except BaseException:
+            os.close(ready)
+            raise
+        finally:
+            os.close(ready_end)
+        self._worker_since = time.monotonic()
+        self._go(worker)
+        return ready, worker
+
+    def _worker_ended(self) -> None:
+        """Its flows are gone. The machine runs on, and gets another one."""
+        os.close(self._handles.pop("worker"))
+        started = self._started.pop("worker", None)
+        if started is not None:
+            os.close(started.status)
+        self._reap("worker_jail")
+        steady = time.monotonic() - self._worker_since > WORKER_STEADY_S
+        self._worker_deaths = 0 if steady else self._worker_deaths
+        wait = WORKER_AGAIN_S[min(self._worker_deaths, len(WORKER_AGAIN_S) - 1)]
+        self._worker_deaths += 1
+        self._worker_due = time.monotonic() + wait
+
+    def _restart_worker(self) -> None:
+        self._set(restarts=min(self._record.restarts + 1, (1 << 31) - 1))
+        try:
+            ready, _ = self._start_worker()
+        except (LaunchError, OSError) as error:
+            self.note(f"shim: the worker does not start: {error}\n")
+            if "worker" in self._handles:
+                procs.send_signal(self._handles["worker"], signal.SIGKILL)
+            else:
+                self._worker_deaths += 1
+                self._worker_due = time.monotonic() + WORKER_AGAIN_S[-1]
+            return
+        self._on(ready, lambda: self._off(ready))
+
+    def _reap(self, name: str) -> None:
+        """What kept a jail whose program is dead, if it is our child."""
+        outer = self._record.procs.get(name)
+        procs.end_jail(outer, patience=LAST_S, seconds=DEAD_S)
+        try:
+            if outer is not None:
+                os.waitpid(outer.pid, os.WNOHANG)
+        except ChildProcessError:
+            pass  # the child of the shim before this one
 
     def _start(self, name: str, wanted: Jail, argv: Sequence[str], given: Sequence[int]) -> Started:
         """A process at its gate, written down, within its limits.
@@ -321,12 +409,18 @@ class Shim:
         if device is None:
             self._kill("device-died")
         while vmm is not None:
-            waited = (vmm,) if device is None else (vmm, device)
-            ready = self._turn(None, *waited)
+            worker = self._handles.get("worker")
+            if worker is None and time.monotonic() >= self._worker_due:
+                self._restart_worker()
+                continue
+            waited = tuple(fd for fd in (vmm, device, worker) if fd is not None)
+            ready = self._turn(None if worker is not None else self._worker_due, *waited)
             if device in ready and self._device_failed():
                 self._killed_by = self._killed_by or "device-died"
             if vmm in ready:
                 break
+            if worker in ready:
+                self._worker_ended()
             if device in ready:
                 device = None
                 # When a machine ends, its device may be gone first, and is not to blame.
@@ -347,6 +441,8 @@ class Shim:
 
     def _finish(self) -> None:
         """The machine is dead: everything else ends too, and it is written down."""
+        if "worker" in self._handles:  # it waits for nothing but us
+            procs.send_signal(self._handles["worker"], signal.SIGKILL)
         rest = [fd for name, fd in self._handles.items() if name != "vmm"]
         if not self._pump(rest, LAST_S):
             for fd in rest:
@@ -584,7 +680,7 @@ def main() -> int:
     os.chdir("/")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     order = read_order(sys.stdin.buffer.read())
-    for name in ("lock", "note", "instance", "room"):
+    for name in ("lock", "note", "instance", "room", "worker_room"):
         os.set_inheritable(order[name], False)
     # So that a machine whose bubblewrap was killed is ours to wait for.
     procs.prctl(procs.PR_SET_CHILD_SUBREAPER, 1)

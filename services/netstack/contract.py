@@ -71,6 +71,7 @@ class Check(Wire, frozen=True):
 
 class InstanceUp(Wire, frozen=True):
     instance: str  # the id, 32 lowercase hex digits
+    name: str  # for people, e.g. of whoever wants a port that it has
     boot: int  # counts up with every start
     policy: Policy
 
@@ -90,7 +91,7 @@ class Applied(Wire, frozen=True):
 
 
 class Forward(Wire, frozen=True):
-    address: str  # on the host
+    address: str  # on the host; 127.0.0.1 brings ::1 with it
     host_port: int
     guest_port: int
     public: bool  # the address is not a loopback one
@@ -190,12 +191,13 @@ CONTRACT = Contract(
         ),
         Method(
             name="forward_add",
-            kind=Kind.ONCE,
+            kind=Kind.IDEMPOTENT,
             request=ForwardAdd,
             reply=Forward,
             deadline_s=30,
             data=Data.RECORD,
-            summary="Listens on the host for an instance; answers with the port.",
+            summary="Listens on the host for an instance; answers with the port. The same again "
+            "is the same one.",
         ),
         Method(
             name="forwards",
@@ -228,22 +230,24 @@ CONTRACT = Contract(
     ),
     events=(
         Event(name="flow-denied", summary="A flow or a name was refused, and by which rule."),
+        Event(name="flow-revoked", summary="An open flow was reset: a newer policy refuses it."),
+        Event(name="flow-limited", summary="A limit of the instance held something back."),
+        Event(name="denials-dropped", summary="More was refused than could be told; how many."),
         Event(name="policy-applied", summary="A generation is in force; flows revoked by it."),
         Event(name="forward-opened", summary="The host listens for an instance."),
         Event(name="forward-closed", summary="The host no longer does."),
-        Event(name="worker-started", summary="A worker runs; flows of the last one are reset."),
+        Event(name="worker-started", summary="Another worker runs; flows of the last are reset."),
+        Event(name="netstack-started", summary="The service has started, and knows what runs."),
     ),
     wall=Wall(
         network=Network.HOST,
         calls=("registry",),
-        dials=("dial/netstack", "workers"),
-        open_files=8192,
+        dials=("dial/netstack", "vm/worker"),
         why=(
             "Listens for forwards and reads which addresses are the host's own, so it has the "
             "host's network. Notes denials in the registry's journal. Gets a stream to each "
             "guest as a descriptor from the engine on dial/netstack and hands it to the "
-            "worker, whose control socket is in workers. Two descriptors for each forwarded "
-            "connection."
+            "worker, whose control socket is in vm/worker."
         ),
     ),
 )

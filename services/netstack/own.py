@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from agent_box.config.addresses import Network
+from agent_box.netstack import routes
 
 _LOCAL: Final = 0x80000000  # RTF_LOCAL of linux/ipv6_route.h
 _ANYCAST: Final = 0x00100000  # RTF_ANYCAST
@@ -26,7 +27,10 @@ def own(proc: Path = Path("/proc/self/net")) -> frozenset[Network]:
     Raises:
         OSError: the kernel does not tell. Then nothing may be judged to be not ours.
     """
-    found: set[Network] = set(local_v4((proc / "fib_trie").read_text(encoding="ascii")))
+    try:
+        found: set[Network] = set(local_v4((proc / "fib_trie").read_text(encoding="ascii")))
+    except FileNotFoundError:
+        return frozenset(routes.delivered())  # there is no /proc, as in the jail of a worker
     try:
         found |= local_v6((proc / "ipv6_route").read_text(encoding="ascii"))
     except FileNotFoundError:

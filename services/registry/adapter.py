@@ -115,6 +115,7 @@ class Registry:
         self._now_ms = now_ms
         self._aged_ms = 0
         self._settling = False
+        self._reconnecting = False
         self._closing = asyncio.Event()
         self._bell = asyncio.Event()  # replaced each time it rings
         self._pokes: dict[str, asyncio.Event] = {}  # by instance: something may have changed
@@ -171,6 +172,29 @@ class Registry:
                 delay = min(RETRY_LAST_S, delay * 2)
         finally:
             self._settling = False
+
+    def reconnect(self) -> None:
+        """Tells netstack in the background what it may not know, however long that takes."""
+        if not self._reconnecting and self.core.offline and not self._closing.is_set():
+            self._reconnecting = True
+            self._tasks.spawn(self._reconnect(), name="reconnect")
+
+    async def _reconnect(self) -> None:
+        delay, told = RETRY_FIRST_S, ""
+        try:
+            while self.core.offline and not self._closing.is_set():
+                try:
+                    await self._run(self.core.reconnect())
+                    continue
+                except Refusal as refusal:
+                    if refusal.message != told:
+                        told = refusal.message
+                        self._log.info("netstack is not told yet", why=told)
+                if await self._closes_within(delay):
+                    return
+                delay = min(RETRY_LAST_S, delay * 2)
+        finally:
+            self._reconnecting = False
 
     async def sweep(self) -> None:
         """Looks at everything from time to time: what the engine noted may have been lost.
@@ -318,7 +342,10 @@ class Registry:
         return self.core.policy_show(request.name)
 
     async def policy_set(self, request: api.PolicySet, call: Outcome) -> api.PolicyView:
-        return await self._run(self.core.policy_set(request, now_ms=self._now_ms()), call)
+        try:
+            return await self._run(self.core.policy_set(request, now_ms=self._now_ms()), call)
+        finally:
+            self.reconnect()  # what is recorded and not in force is tried again
 
     async def policy_check(self, request: api.PolicyCheck) -> api.PolicyVerdict:
         return await self._run(self.core.policy_check(request))
@@ -337,6 +364,9 @@ class Registry:
         self._appended()
         if caller == engine.CONTRACT.service:
             self._heard(request)
+        if caller == net.CONTRACT.service and request.kind == "netstack-started":
+            self.core.offline |= self.core.live()
+            self.reconnect()
         return api.Noted(seq=entries[-1].seq)
 
     def _heard(self, note: api.Note) -> None:
@@ -449,7 +479,12 @@ class Registry:
             case deciding.EngineDelete():
                 asked = engine.Instance(instance=command.instance)
                 return await self._ask("engine", "delete", asked, DELETE_S)
-            case deciding.ApplyPolicy() | deciding.CheckFlow() | deciding.ListForwards():
+            case (
+                deciding.ApplyPolicy()
+                | deciding.CheckFlow()
+                | deciding.ListForwards()
+                | deciding.ReadCounters()
+            ):
                 return await self._of_netstack(command)
             case deciding.WasRemoved():
                 return self._database.was_removed(command.instance)
@@ -466,7 +501,11 @@ class Registry:
                 return await self._of_life(command)
 
     async def _of_netstack(
-        self, command: deciding.ApplyPolicy | deciding.CheckFlow | deciding.ListForwards
+        self,
+        command: deciding.ApplyPolicy
+        | deciding.CheckFlow
+        | deciding.ListForwards
+        | deciding.ReadCounters,
     ) -> object:
         match command:
             case deciding.ApplyPolicy():
@@ -478,6 +517,9 @@ class Registry:
             case deciding.ListForwards():
                 whose = net.Instance(instance=command.instance)
                 return await self._ask("netstack", "forwards", whose, QUERY_S)
+            case deciding.ReadCounters():
+                whose = net.Instance(instance=command.instance)
+                return await self._ask("netstack", "counters", whose, QUERY_S)
 
     async def _of_life(self, command: Command) -> object:
         match command:

@@ -88,6 +88,13 @@ class ListForwards:
 
 
 @dataclass(frozen=True)
+class ReadCounters:
+    """Result: `net.Counters`."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
 class Clock:
     """Result: Unix time in milliseconds."""
 
@@ -220,6 +227,7 @@ Command = (
     | ApplyPolicy
     | CheckFlow
     | ListForwards
+    | ReadCounters
 )
 R = TypeVar("R")
 Plan = Generator[Command, object, R]

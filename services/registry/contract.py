@@ -136,6 +136,18 @@ class Forward(Wire, frozen=True):
     public: bool
 
 
+class Counters(Wire, frozen=True):
+    """What the network worker counted since it was started."""
+
+    generation: int  # of the policy in force
+    flows: int  # open now
+    flows_total: int
+    denied: int
+    bytes_up: int  # guest to outside
+    bytes_down: int
+    dropped_frames: int  # malformed
+
+
 class Instance(Wire, frozen=True):
     row: Row
     id: str  # 32 lowercase hex digits
@@ -158,6 +170,7 @@ class Instance(Wire, frozen=True):
     network: Literal["none"] | None  # none: what runs has no network and no broker
     machine: Machine | None  # None: the engine has not answered
     forwards: list[Forward] | None  # None: netstack has not answered
+    counters: Counters | None  # None: it has no network now, or netstack has not answered
 
 
 class Entry(Wire, frozen=True):
@@ -343,7 +356,6 @@ CONTRACT = Contract(
         Event(name="removed", summary="The absence of all parts was verified; the record is gone."),
         Event(name="undo-pending", summary="What was made could not be removed yet."),
         Event(name="start-begun", summary="It shall run; the boot has its number from here on."),
-        Event(name="no-network", summary="It starts without network and broker, and why."),
         Event(name="start-done", summary="The guest shook hands and is provisioned."),
         Event(name="start-failed", summary="It did not come up; what runs of it is ended."),
         Event(name="stop-begun", summary="It shall stop, and how long the guest may take."),

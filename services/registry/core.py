@@ -46,8 +46,10 @@ from agent_box.registry.commands import (
     EngineList,
     EngineQuery,
     ListForwards,
+    NetUp,
     Plan,
     ReadConfig,
+    ReadCounters,
     Wake,
     WasRemoved,
 )
@@ -104,6 +106,8 @@ class Core:
         self._quotas: dict[tuple[str, str], _Quota] = {}
         self.seen: dict[str, engine.Observed] = {}
         self.absent: set[str] = set()
+        # Those of which netstack may not know what is on record.
+        self.offline: set[str] = set()
         self.is_blind = False
         self.strays: list[str] = []
         self._were_ours: dict[str, bool] = {}  # of strays
@@ -333,6 +337,15 @@ class Core:
                 if refusal.code is Code.INTERNAL:
                     raise
                 forwards = None
+        counters = None
+        if forwards is not None and State(record.state) in LIVE and record.network is None:
+            try:
+                said = yield ReadCounters(record.id)
+                assert isinstance(said, net.Counters)
+                counters = api.Counters(**msgspec.structs.asdict(said))
+            except Refusal as refusal:
+                if refusal.code is Code.INTERNAL:
+                    raise
         record = self.again(record)
         row = self.row(record)
         if State(record.state) in OBSERVABLE and (
@@ -362,6 +375,7 @@ class Core:
             network=record.network,
             machine=machine,
             forwards=forwards,
+            counters=counters,
         )
 
     # ------------------------------------------------------------------------- create
@@ -561,6 +575,7 @@ class Core:
         try:
             yield ApplyPolicy(record.id, kept.for_netstack(record))
         except Refusal as refusal:
+            self.offline.add(record.id)
             failure = {
                 "generation": record.policy.generation,
                 "reason": refusal.reason.value,
@@ -573,6 +588,35 @@ class Core:
                 f"{refusal.message}",
                 facts=refusal.facts,
             ) from refusal
+
+    def live(self) -> set[str]:
+        """The ids of those whose machines have a network worker."""
+        return {
+            record.id
+            for record in self._records.values()
+            if State(record.state) in LIVE and record.network is None
+        }
+
+    def reconnect(self) -> Plan[None]:
+        """Tells netstack of each instance in `offline` what it should know of it.
+
+        Raises:
+            Refusal: of the last that could not be told now; run it again later.
+        """
+        failed = None
+        for id in sorted(self.offline):
+            record = self._records.get(id)
+            if record is None or id not in self.live() or record.state == State.STARTING:
+                self.offline.discard(id)  # its start tells it
+                continue
+            try:
+                yield NetUp(kept.network_up(record))
+                if self._records.get(id) is record:
+                    self.offline.discard(id)
+            except Refusal as refusal:
+                failed = refusal
+        if failed is not None:
+            raise failed
 
     def policy_check(self, untrusted: api.PolicyCheck) -> Plan[api.PolicyVerdict]:
         record = self.named(untrusted.name)

@@ -3,7 +3,7 @@
 A verb is accepted or refused at once: its intent and the reply are written in one
 transaction. What is left to do stands in the record (`doing`), and `drive` does it:
 
-    start:   Commit(starting, boot n) -> | EngineBoot -> Provision -> Commit(running)
+    start:   Commit(starting, boot n) -> | EngineBoot -> NetUp -> Provision -> Commit(running)
       any failure:                       | Commit(stopping, failed) -> kill -> Commit(stopped)
     stop:    Commit(stopping)         -> | PowerOff -> AwaitEnd -> [kill] -> Commit(stopped)
     pause:   Commit(doing)            -> | EngineChange -> Release -> Commit(paused)
@@ -27,7 +27,6 @@ from agent_box.bus.errors import Code, Reason, Refusal
 from agent_box.channel import contract as channel
 from agent_box.config.model import Config
 from agent_box.engine import contract as engine
-from agent_box.netstack import contract as net
 from agent_box.registry import contract as api
 from agent_box.registry import record as kept
 from agent_box.registry.commands import (
@@ -403,6 +402,10 @@ class Life:
             self._core.seen[id] = observed
             if observed.state == "stopped":
                 raise Refusal(Reason.BOOT_FAILED, f"the machine ended at once{_how(observed)}")
+            yield Tell(id, "connecting the network")
+            yield NetUp(kept.network_up(record))
+            if not self._is_current(record):
+                return
             yield Tell(id, "waiting for the guest")
             wanted = _provisioning(record)
             seconds = BOOT_S
@@ -429,10 +432,8 @@ class Life:
         self._core.seen[id] = msgspec.structs.replace(observed, state="running")
 
     def _surroundings(self, record: Record) -> Plan[None]:
-        """The broker's endpoints and the network of an instance, before its machine runs.
-
-        An instance that has no binding may run without them, and then says so: its record
-        carries it and the journal tells why. One that has bindings is for nothing without.
+        """The broker's endpoints of an instance, before its machine runs. One that has no
+        binding runs without a broker; one that has bindings is for nothing without.
 
         Raises:
             Refusal: its bindings cannot be served.
@@ -440,12 +441,8 @@ class Life:
         up = broker.InstanceUp(
             instance=record.id, name=record.name, boot=record.boots, bindings=record.bindings
         )
-        network = net.InstanceUp(
-            instance=record.id, boot=record.boots, policy=kept.for_netstack(record)
-        )
         try:
             yield BrokerUp(up)
-            yield NetUp(network)
         except Refusal as refusal:
             if refusal.code not in _UNANSWERED or not self._is_current(record):
                 raise
@@ -457,8 +454,6 @@ class Life:
                     f"{refusal.message}",
                     facts=refusal.facts,
                 ) from None
-            record = msgspec.structs.replace(self._now(record), network="none")
-            yield from self._core.write(record, "no-network", {"why": refusal.message})
 
     def _fail(self, record: Record, refusal: Refusal) -> Plan[None]:
         """What runs of a start that failed is ended next."""

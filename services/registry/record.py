@@ -174,6 +174,16 @@ def in_force(policy: Policy) -> api.PolicyTable:
     )
 
 
+def network_up(record: Record) -> net.InstanceUp:
+    """What netstack is told of an instance whose machine runs."""
+    return net.InstanceUp(
+        instance=record.id,
+        name=record.name,
+        boot=record.boots,
+        policy=for_netstack(record),
+    )
+
+
 def for_netstack(record: Record) -> net.Policy:
     """The policy in force, in the words of netstack."""
     force = in_force(record.policy)

@@ -75,7 +75,9 @@ class RegistryService:
             context.problem = f"records are refused: {', '.join(p.name for p in tampered)}"
         context.tasks.spawn(self._hush_when_draining(), name="hush")
         context.tasks.spawn(self._registry.sweep(), name="sweep")
+        self._registry.core.offline |= self._registry.core.live()
         self._registry.settle()
+        self._registry.reconnect()
 
     async def stop(self) -> None:
         self._registry.close()

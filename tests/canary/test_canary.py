@@ -65,6 +65,8 @@ RUNS: dict[str, list[list[str]]] = {
     "policy show": [["web1"]],
     "policy set": [["web1", "default"], ["web1", "--allow", "example.com"], ["web1", "--reset"]],
     "policy check": [["web1", "example.com"], ["web1", "example.com:80"]],
+    "forward": [["web1", "--list"], ["web1", "0:80"], ["web1", "--remove", "80"]],
+    "capture": [["web1", "--count", "1"], ["web1", "--filter", "nothing"]],
     "secret list": [[]],
     "secret rm": [["nothing-of-that-name"]],
     "secret set": [[]],  # below, in every way

@@ -137,20 +137,22 @@ def test_nothing_succeeds_from_a_process_started_as_the_device(host: dict[str, A
 
 
 def test_a_worker_reaches_the_network_and_no_more(host: dict[str, Any]) -> None:
-    """It is not started yet; its jail is here for those who will."""
-    broker = host["directory"] / "broker"
+    broker, resolver = host["directory"] / "broker", host["directory"] / "host"
     broker.mkdir()
+    resolver.mkdir()
     results = attack(
-        jail.worker("ab" * 16, str(broker)),
+        jail.worker("ab" * 16, str(broker), str(resolver)),
         host,
         images=[],
         memory=2 << 30,
-        open_files=8300,
+        open_files=jail.WORKER_FILES + 100,
         data_fd=None,
         disk=0,
     )
     allowed = {f"socket_{f}" for f in (1, 2, 10, 16)} | {"socket_inet_datagram", "socketpair"}
-    assert set(succeeded(results)) == allowed
+    done = succeeded(results)
+    assert done.pop("reach_a_path_of_the_host") == "['/etc']"  # three links, and nothing else
+    assert set(done) == allowed
 
 
 def test_the_attacks_are_real(host: dict[str, Any]) -> None:
@@ -373,7 +375,7 @@ def test_a_jail_outlives_who_started_it_and_shares_nothing() -> None:
     for wanted in (
         jail.vmm("ab" * 16, (), kvm=True, memory_mib=64, disk=0),
         jail.device("ab" * 16, 64),
-        jail.worker("ab" * 16, "/run/b"),
+        jail.worker("ab" * 16, "/run/b", "/run/host"),
     ):
         words = jail.command(wanted, ["x"])
         assert "--die-with-parent" not in words

@@ -71,7 +71,9 @@ def test_this_kernel_knows_loopback_and_the_address_that_it_would_use() -> None:
 
 
 def test_a_kernel_that_does_not_tell_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "fib_trie").mkdir()
     with pytest.raises(OSError):
         own(tmp_path)
+    (tmp_path / "fib_trie").rmdir()
     (tmp_path / "fib_trie").write_text(FIB_TRIE)
     assert own(tmp_path) == local_v4(FIB_TRIE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from support.registries import create
@@ -14,6 +14,7 @@ from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.schema import Empty, Wire
 from agent_box.channel import contract as channel
 from agent_box.engine import contract as engine
+from agent_box.netstack import contract as net
 from agent_box.process.tasks import TaskSet
 from agent_box.registry import adapter
 from agent_box.registry import contract as api
@@ -41,6 +42,13 @@ class Call:
         self.said.append(reply)
 
 
+NETWORK: Final[dict[str, Wire]] = {
+    "instance_up": net.Applied(generation=1, revoked=0),
+    "instance_down": Empty(),
+    "forwards": net.Forwards(forwards=[]),
+}
+
+
 class Host:
     """Engine, channel and the rest. A guest answers when `ready` is set."""
 
@@ -54,8 +62,10 @@ class Host:
 
     async def __call__(self, service: str, method: str, request: Any, seconds: float) -> Wire:
         self.asked.append(f"{service}.{method}")
-        if service in ("broker", "netstack"):
+        if service == "broker":
             raise Refusal(Reason.UNAVAILABLE, "not built")
+        if service == "netstack":
+            return NETWORK[method]
         if service == "channel":
             return await self._channel(method, request, seconds)
         if self.silent:

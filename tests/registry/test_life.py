@@ -88,7 +88,7 @@ def test_start() -> None:
     assert world.holds[id] == "stopped"  # only the intent is on record
     world.play(at.drive(id))
     assert (world.holds[id], world.boots[id], state(core)) == ("running", 1, "running")
-    assert world.kinds() == ["start-begun", "no-network", "start-done"]
+    assert world.kinds() == ["start-begun", "start-done"]
     assert world.events[-1].facts == {
         "boot": 1,
         "guest": "1",
@@ -101,9 +101,11 @@ def test_start() -> None:
     (asked,) = [c.provision for c in world.done if isinstance(c, deciding.Provision)]
     assert (asked.hostname, asked.boot, asked.environment) == ("web1", 1, [])
     assert ended(at, accepted).doing is None
-    assert world.phases == ["starting the machine", "waiting for the guest"]
+    assert world.phases == [
+        "starting the machine", "connecting the network", "waiting for the guest",
+    ]  # fmt: skip
     found = world.play(core.inspect("web1", now_ms=2))
-    assert (found.network, found.boots, found.doing) == ("none", 1, None)
+    assert (found.network, found.boots, found.doing) == (None, 1, None)
 
 
 def test_start_of_what_runs_does_nothing_and_succeeds() -> None:
@@ -131,7 +133,6 @@ def test_bindings_without_a_broker_refuse_the_start() -> None:
     assert "has the bindings github, and nothing can serve them" in failed.message
     assert state(core) == "stopped" and world.holds[id] == "stopped"
     assert not [c for c in world.done if isinstance(c, deciding.EngineBoot)]
-    assert "no-network" not in world.kinds()
 
 
 def test_a_hook_is_asked_for_and_left_out_once() -> None:
@@ -161,6 +162,37 @@ def test_with_broker_and_netstack_there_is_a_network() -> None:
     assert (up.bindings, up.name, up.boot) == (["github"], "web1", 1)
     do(world, core, "stop")
     assert [c for c in world.done if isinstance(c, deciding.Down)]
+
+
+def test_a_network_worker_that_does_not_come_up_fails_the_start() -> None:
+    world = World(surrounded=True, offline=True)
+    core, id = made(world)
+    failed = do(world, core, "start").failed
+    assert failed is not None and failed.reason == "engine-unavailable"
+    assert failed.message == "the network worker does not answer"
+    assert state(core) == "stopped" and world.holds[id] == "stopped"
+    assert world.kinds() == ["start-begun", "start-failed", "stop-done"]
+
+
+def test_netstack_is_told_again_what_it_could_not_be_told() -> None:
+    world = World(surrounded=True)
+    core, id = running(world)
+    core.offline.add(id)
+    world.offline = True
+    with pytest.raises(Refusal):
+        world.play(core.reconnect())
+    assert core.offline == {id}
+    world.offline = False
+    world.done.clear()
+    world.play(core.reconnect())
+    assert core.offline == set()
+    (told,) = [c.up for c in world.done if isinstance(c, deciding.NetUp)]
+    assert (told.instance, told.name, told.boot) == (id, "web1", 1)
+    do(world, core, "stop")
+    core.offline.add(id)
+    world.done.clear()
+    world.play(core.reconnect())
+    assert core.offline == set() and world.done == []
 
 
 def test_a_start_takes_policy_and_bindings_from_the_config_again() -> None:
@@ -202,7 +234,7 @@ def test_a_boot_that_is_refused(reason: Reason, facts: dict[str, str], exit: int
     assert failed is not None and failed.message == "why not"
     assert Refusal(Reason(failed.reason), "").exit == exit
     assert state(core) == "stopped"
-    assert world.kinds() == ["start-begun", "no-network", "start-failed", "stop-done"]
+    assert world.kinds() == ["start-begun", "start-failed", "stop-done"]
     world.fail = lambda n, c: None
     assert do(world, core, "start").failed is None  # and the next one works
     assert world.boots[id] == 2

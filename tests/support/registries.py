@@ -81,7 +81,8 @@ class World:
         boots: the number of its last boot; by id.
         exits: how a VMM that is stopped ended: status and signal; by id.
         guests: ids whose guest answers; None: all do.
-        surrounded: whether broker and netstack serve instances.
+        surrounded: whether the broker serves instances.
+        offline: whether no network worker answers.
         woken: ids for which something is left to do.
         now_ms: the time.
         overtake: done while a guest is waited for; what comes of it is noticed.
@@ -98,6 +99,7 @@ class World:
     exits: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
     guests: set[str] | None = None
     surrounded: bool = False
+    offline: bool = False
     woken: list[str] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
     now_ms: int = 1_000
@@ -174,6 +176,11 @@ class World:
                     address="127.0.0.1", host_port=8080, guest_port=80, public=False
                 )
                 return net.Forwards(forwards=[forward])
+            case deciding.ReadCounters():
+                return net.Counters(
+                    generation=1, flows=2, flows_total=3, denied=4, bytes_up=5, bytes_down=6,
+                    dropped_frames=7,
+                )  # fmt: skip
             case _:
                 return self._live(command)
         return None
@@ -190,7 +197,12 @@ class World:
                 return any(
                     e.kind == "removed" and e.instance == command.instance for e in self.events
                 )
-            case deciding.BrokerUp() | deciding.NetUp() | deciding.Down():
+            case deciding.NetUp():
+                if self.offline:
+                    raise Refusal(Reason.UNAVAILABLE, "the network worker does not answer")
+            case deciding.Down():
+                pass
+            case deciding.BrokerUp():
                 if not self.surrounded:
                     raise Refusal(Reason.UNAVAILABLE, "this version serves no instances yet")
             case deciding.EngineBoot():
