@@ -51,11 +51,11 @@ def prepare() -> Disk:
     text = ""
     try:
         if not os.path.ismount(DATA):
-            _mount(device)
+            _mount(device, size)
             text = _grow(device, size)
         _overlay()
     except OSError as error:
-        return Disk("damaged", size, f"data disk: {error}")
+        return Disk("damaged", size, f"data disk: {error.strerror or error}")
     return Disk("ok", size, text)
 
 
@@ -80,22 +80,41 @@ def _run(*command: str, accept: tuple[int, ...] = (0,)) -> None:
         raise OSError(f"{name}: {last}")
 
 
-def _mount(device: str) -> None:
-    if not _clean(device):
+def _mount(device: str, size: int) -> None:
+    superblock = _superblock(device)
+    if (held := _held(superblock)) > size:
+        raise OSError(f"its file system has {held} bytes, and the disk only {size}: it was cut off")
+    if not _clean(superblock):
         # -p repairs only what is safe; 1 means repaired (e2fsck(8))
         _run("/sbin/e2fsck", "-p", device, accept=(0, 1))
     flags = system.MS_NOSUID | system.MS_NODEV | system.MS_NOATIME
     system.mount(device, DATA, "ext4", flags, "discard")
 
 
-def _clean(device: str) -> bool:
-    """Whether the superblock says that it was unmounted without errors (ext4 disk layout:
-    s_magic at 0x38, s_state at 0x3a of the superblock at 1024)."""
+def _superblock(device: str) -> bytes:
+    """Raises:
+    OSError: there is none of ext4.
+    """
     with open(device, "rb", buffering=0) as file:
-        superblock = os.pread(file.fileno(), 1024, 1024)
-    magic, state = struct.unpack_from("<HH", superblock, 0x38)
-    if magic != 0xEF53:
+        found = os.pread(file.fileno(), 1024, 1024)
+    if len(found) < 1024 or found[0x38:0x3A] != b"\x53\xef":  # s_magic
         raise OSError("it holds no ext4 file system")
+    return found
+
+
+def _held(superblock: bytes) -> int:
+    """The bytes that the file system says it has (ext4 disk layout: s_blocks_count_lo at 0x4,
+    s_log_block_size at 0x18, s_feature_incompat at 0x60, s_blocks_count_hi at 0x150)."""
+    low, log, features, high = (
+        struct.unpack_from("<I", superblock, at)[0] for at in (0x4, 0x18, 0x60, 0x150)
+    )
+    wide = high if features & 0x80 else 0  # INCOMPAT_64BIT
+    return int(((wide << 32) + low) << (10 + min(log, 6)))
+
+
+def _clean(superblock: bytes) -> bool:
+    """Whether it was unmounted without errors (s_state at 0x3a)."""
+    (state,) = struct.unpack_from("<H", superblock, 0x3A)
     return bool(state & 1 and not state & 2)
 
 

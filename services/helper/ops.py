@@ -36,6 +36,7 @@ DEAD_S: Final = 10.0
 SETTLE_S: Final = 5.0  # for a shim that is ending
 PAGE: Final = 64
 LIST_BYTES: Final = 48 << 10  # of states in one answer; a single one is always less
+GONE: Final = "its directory or data disk is gone: put it back, or delete the instance"
 START_FREE: Final = 4 << 20  # on the disk: what a start writes itself, and a guest at once
 
 
@@ -150,7 +151,7 @@ class Ops:
                 raise Refused("conflict", f"launch {before.launch_id} is {before.state}")
             size = disk.size(directory)
             if size is None:
-                raise Refused("precondition", "the instance has no data disk: partial")
+                raise Refused("not_found", GONE)
             self._refuse_too_much(directory, profile)
             lock = self._lock(directory, SETTLE_S)
             if lock is None:
@@ -573,7 +574,7 @@ class Ops:
                     directory = os.dup(fd)
             except FileNotFoundError:
                 if not missing_ok:
-                    raise Refused("not_found", name) from None
+                    raise Refused("not_found", GONE) from None
             except OSError as error:
                 raise _host(error, "the instance's directory is not usable") from error
             try:

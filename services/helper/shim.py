@@ -175,8 +175,12 @@ class Shim:
         worker_ready, worker = self._start_worker()
 
         flags = os.O_NOFOLLOW | os.O_CLOEXEC
-        data = os.open(places.DATA, os.O_RDWR | flags, dir_fd=order["instance"])
-        data_read = os.open(places.DATA, os.O_RDONLY | flags, dir_fd=order["instance"])
+        try:
+            data = os.open(places.DATA, os.O_RDWR | flags, dir_fd=order["instance"])
+            data_read = os.open(places.DATA, os.O_RDONLY | flags, dir_fd=order["instance"])
+        except OSError as error:
+            why = f"its data disk cannot be opened: {error.strerror}"
+            raise LaunchError(why, "launch_failed") from error
         qemu = machine.program()
         if qemu is None:
             raise LaunchError("qemu-system-x86_64 is missing: install qemu-system-x86")

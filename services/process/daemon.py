@@ -309,6 +309,7 @@ def _prepare(paths: Paths, options: Options) -> None:
     try:
         mode = _check_config(options.config)
         _make_keys(paths)
+        _try_wall(paths)
         found = programs(paths, options.config)
         if mode == "user":
             make_private(paths.helper_sock.parent)
@@ -325,6 +326,19 @@ def _prepare(paths: Paths, options: Options) -> None:
     except OSError as error:  # a full disk is not told by the name of a file
         where = error.filename or paths.state
         raise Cannot("daemon-failed", f"{where}: {error.strerror}") from error
+
+
+def _try_wall(paths: Paths) -> None:
+    """One line now, instead of six services that die again and again.
+
+    Raises:
+        Cannot: this host builds no wall, e.g. because it forbids user namespaces.
+    """
+    from agent_box.process import confine
+
+    gap = confine.probe(paths.supervisor)
+    if gap is not None:
+        raise Cannot("confinement-failed", gap.fix)
 
 
 def programs(paths: Paths, config: Path | None) -> list[Program]:

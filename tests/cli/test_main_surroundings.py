@@ -138,6 +138,33 @@ def live() -> Iterator[Live]:
         made.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ro-bind", "/dev/null", "/usr/bin/bwrap"], "install the package bubblewrap"),
+        (["--unshare-user", "--disable-userns"], "user namespaces"),
+    ],
+)
+def test_a_host_that_builds_no_wall(live: Live, options: list[str], words: str) -> None:
+    """Told in one line, before any service is started."""
+    within = [shutil.which("bwrap") or "bwrap", "--dev-bind", "/", "/", *options, "--"]
+    done = subprocess.run(
+        [*within, BINARY, "list", "--json"],
+        env=live.env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    ran = Ran(("list",), done.returncode, done.stdout, done.stderr)
+    assert (ran.exit, ran.error["kind"]) == (2, "confinement-failed")
+    assert words in ran.error["message"]
+    assert "\n" not in ran.err.rpartition("agent-box: ")[2].rstrip("\n")
+    assert not live.pids()
+    assert live.run("list").exit == 0  # nothing of that try stands in the way
+
+
 @pytest.mark.parametrize("size", [4096, 40_960])
 def test_a_full_state_directory(live: Live, size: int) -> None:
     """On a file system of a few pages: the keys of the services do not fit."""

@@ -67,6 +67,23 @@ def test_what_is_no_ext4_is_left_as_it_is(calls: list[Any], tmp_path: Path) -> N
     assert (tmp_path / "disk").read_bytes() == before
 
 
+def test_one_that_was_cut_off_says_so_and_is_left_as_it_is(
+    calls: list[Any], tmp_path: Path
+) -> None:
+    for options in ([], ["-O", "64bit"]):
+        image = tmp_path / "disk"
+        os.truncate(image, 64 << 20)
+        subprocess.run([MKFS, "-q", "-F", *options, str(image)], check=True)
+        os.truncate(image, 40 << 20)
+        state, size, text = told()
+        assert (state, size) == ("damaged", 40 << 20)
+        assert text == (
+            f"data disk: its file system has {64 << 20} bytes, and the disk only {40 << 20}: "
+            "it was cut off"
+        )
+    assert calls == []
+
+
 def test_a_short_one_is_damaged(calls: list[Any], tmp_path: Path) -> None:
     (tmp_path / "disk").write_bytes(b"x" * 1100)
     assert disk.prepare().state == "damaged"
@@ -96,6 +113,7 @@ def test_a_check_that_does_not_end_is_damage(
     monkeypatch.setattr(disk, "CHECK_S", 0.1)
     with pytest.raises(OSError, match="sleep did not end in 0.1 s"):
         disk._run("/bin/sleep", "60")
+    monkeypatch.undo()
     with pytest.raises(OSError, match="false: exit status 1"):
         disk._run("/bin/false")
     disk._run("/bin/false", accept=(1,))
