@@ -41,12 +41,8 @@ class Refused(Exception):
         self.refuse: Final = refuse
 
 
-class Cut(Exception):
-    """The reply held the credential, or could not be searched for it. `why` is a word."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.why: Final = why
+# The reply held the credential, or could not be searched for it. `why` is a word.
+Cut = scrub.Cut
 
 
 class Broken(Exception):
@@ -203,10 +199,11 @@ class Exchange:
             await self._rewritten(event, headers, self._rewrite)
             return
         self._meter = meter = self._meter_of(event)
+        bodiless = self._head.method == "HEAD" or event.status_code in (204, 304)
         search = scrub.Scrub(
             self._needles,
             _one(event, b"content-type"),
-            _one(event, b"content-encoding"),
+            None if bodiless else _list(event, b"content-encoding"),
             None if meter is None else meter.feed,
         )
         await self._guest.send(
@@ -227,7 +224,7 @@ class Exchange:
     ) -> None:
         """Collects the reply and sends another body, or none of it."""
         refuse = Refuse(Reason.REPLY_BAD, 502, "the upstream's reply cannot be rewritten")
-        if (_one(event, b"content-encoding") or b"identity").lower() != b"identity":
+        if (_list(event, b"content-encoding") or b"identity").lower() != b"identity":
             raise Refused(refuse)
         body = bytearray()
         while not isinstance(part := await self._next(), h11.EndOfMessage):
@@ -287,18 +284,12 @@ class Exchange:
         self._down += len(part)
         self._moved.bytes_down += len(part)
         self._flush(FLUSH_BYTES)
-        try:
-            clean = search.feed(part)
-        except scrub.Cut as cut:
-            raise Cut(cut.why) from None
+        clean = search.feed(part)
         if clean:
             await self._guest.send(h11.Data(data=clean))
 
     async def _finish(self, search: scrub.Scrub, end: h11.EndOfMessage) -> None:
-        try:
-            rest = search.finish()
-        except scrub.Cut as cut:
-            raise Cut(cut.why) from None
+        rest = search.finish()
         trailers = list(end.headers.raw_items())
         if scrub.in_headers(self._needles, trailers):
             raise Cut("credential")
@@ -399,8 +390,6 @@ class Exchange:
                 if not more:
                     break
             await self._guest.send_raw(search.finish())
-        except scrub.Cut as cut:
-            raise Cut(cut.why) from None
         except (OSError, TimeoutError):
             pass  # the end of it, one way or the other
         finally:
@@ -435,4 +424,11 @@ class Exchange:
 
 
 def _one(event: h11.Response, name: bytes) -> bytes | None:
-    return next((bytes(value) for each, value in event.headers if each == name), None)
+    """A header's value; None when there is none, or more than one."""
+    found = [bytes(value) for each, value in event.headers if each == name]
+    return found[0] if len(found) == 1 else None
+
+
+def _list(event: h11.Response, name: bytes) -> bytes | None:
+    """The values of a header that is a list, as one (RFC 9110 section 5.3)."""
+    return b", ".join(bytes(value) for each, value in event.headers if each == name) or None
