@@ -378,6 +378,27 @@ def test_pause_and_resume() -> None:
     assert [type(c).__name__ for c in world.done if isinstance(c, deciding.SetTime)] == ["SetTime"]
 
 
+def test_a_full_disk_of_the_host_pauses_and_a_resume_says_why() -> None:
+    world = World()
+    core, id = running(world)
+    world.holds[id] = "paused"  # by its VMM
+    world.play(core.survey())
+    assert state(core) == "paused"
+    assert world.events[-1].kind == "state-changed"
+    world.fail = lambda n, c: (
+        Refusal(Reason.DISK_FULL, "the host's disk is full")
+        if isinstance(c, deciding.EngineChange)
+        else None
+    )
+    failed = do(world, core, "resume").failed
+    assert failed is not None
+    assert (failed.reason, failed.message) == ("disk-full", "the host's disk is full")
+    assert state(core) == "paused"
+    world.fail = lambda n, c: None
+    assert do(world, core, "resume").failed is None
+    assert state(core) == "running"
+
+
 def test_a_resume_whose_clock_cannot_be_set_has_resumed_and_says_so() -> None:
     world = World()
     core, _ = running(world)
