@@ -174,12 +174,16 @@ def _images(state: Path, config: Config, daemon: _Daemon | None) -> Iterator[Lin
 
 
 def _egress(config: Config) -> Line:
+    from agent_box.cli import egress
+
     policy = config.policies[config.profiles[config.defaults.profile].policy]
     value = (
-        "machines have no NIC and no shared filesystem, and no network yet; "
-        f"default policy {policy.mode}"
+        "machines have no NIC and no shared filesystem; a name that no rule allows was refused by "
+        f"the data plane; default policy {policy.mode}"
     )
-    return ok("egress", value, "design, load the config")
+    if (problem := egress.problem()) is not None:
+        return gap("egress", problem, "egress-unsafe", "look a name up")
+    return ok("egress", value, "look a name up, load the config")
 
 
 def _forgery() -> Line:

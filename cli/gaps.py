@@ -33,6 +33,10 @@ GAPS: Final[dict[str, Name]] = {
         "`agent-box daemon --stop`; the next verb starts one that agrees.",
     ),
     "confinement-failed": Name("bubblewrap runs, and fails.", "The line has its words."),
+    "egress-unsafe": Name(
+        "The data plane does not refuse what no rule allows, or cannot be made.",
+        "The line says what went wrong; start nothing until it is mended.",
+    ),
     "engine-accel": Name(
         "The accelerator is not chosen, or the machine does not start with it.",
         '`agent-box setup` tries them; or set `[engine] accel` to "kvm" or "tcg".',

@@ -1,0 +1,278 @@
+"""The network of a real machine: what it reaches, what is cut, and what outlives whom.
+
+The servers listen on the host's loopback address. Names lead there by a hosts file that the
+daemon sees in a mount namespace of its own, and rules with `--allow-reserved` let them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import cli
+from support.until import until
+from support.vm import START_S, Machines
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]  # emulated, and hosts are busy
+
+WAIT_S = 60.0  # a bound on a hang
+RESET = 56  # curl: the connection was reset
+NO_NAME = 6  # curl: the name does not resolve
+NO_WAY = 7  # curl: no connection
+
+
+class Server(ThreadingHTTPServer):
+    """Says hello; below /stream/ it sends without an end, and keeps count."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.sent: dict[str, int] = {}
+        self.ended: set[str] = set()
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        if not self.path.startswith("/stream/"):
+            self.wfile.write(b"hello")
+            return
+        try:
+            while True:
+                self.wfile.write(bytes(1000))
+                self.server.sent[self.path] = self.server.sent.get(self.path, 0) + 1000
+                threading.Event().wait(0.02)  # so that it fills nobody's memory
+        except OSError:
+            self.server.ended.add(self.path)
+
+    def log_message(self, *_: object) -> None:
+        """Tests have their own."""
+
+
+class Networked(Machines):
+    def __init__(self) -> None:
+        super().__init__()
+        self.server = Server()
+        hosts = self.home / "hosts"
+        hosts.write_text("127.0.0.1 localhost one.test two.test\n")
+        # whoever is first starts the daemon, here where /etc/hosts is another one
+        command = ["bwrap", "--dev-bind", "/", "/", "--ro-bind", str(hosts), "/etc/hosts"]
+        subprocess.run(
+            [*command, str(cli.BINARY), "list"],
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=WAIT_S,
+        )
+        self.up()
+
+    def url(self, name: str, path: str = "/") -> str:
+        return f"http://{name}.test:{self.server.port}{path}"
+
+    def inside(self, *argv: str) -> tuple[int, str]:
+        """The exit status and the output of a command in the guest."""
+        done = subprocess.run(
+            [str(cli.BINARY), "exec", "web", "--", *argv],
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=WAIT_S,
+        )
+        return done.returncode, done.stdout
+
+    def curl(self, url: str) -> tuple[int, str]:
+        return self.inside("curl", "-sS", "--max-time", "30", url)
+
+    def download(self, name: str, path: str) -> subprocess.Popen[str]:
+        """A download that does not end by itself, once it has begun."""
+        process = self.popen("exec", "web", "--", "curl", "-sS", "-o", "/dev/null",
+                             self.url(name, path), stderr=subprocess.PIPE)  # fmt: skip
+        until("it downloads", lambda: self.server.sent.get(path), seconds=WAIT_S)
+        return process
+
+    def worker(self) -> int:
+        found = self.run("inspect", "web", "--json").result["id"]
+        record = json.loads((self.paths.state / "instances" / found / "state.json").read_text())
+        pid: int = record["procs"]["worker"]["pid"]
+        return pid
+
+    def denials(self) -> list[dict[str, Any]]:
+        return [e["facts"] for e in self.events("web") if e["kind"] == "flow-denied"]
+
+    def allow(self, name: str) -> None:
+        rule = f"{name}.test:{self.server.port}"
+        ran = self.run("policy", "set", "web", "--allow", rule, "--allow-reserved")
+        assert ran.exit == 0, ran
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        super().close()
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Networked]:
+    made = Networked()
+    try:
+        assert made.run("create", "web").exit == 0
+        made.allow("one")
+        made.allow("two")
+        made.start("web")
+        yield made
+    finally:
+        made.close()
+
+
+def test_what_is_allowed_works_and_what_is_not_fails_at_once(host: Networked) -> None:
+    assert host.curl(host.url("one")) == (0, "hello")
+    assert host.curl("http://denied.test/")[0] == NO_NAME
+    assert host.curl("http://203.0.113.1/")[0] == NO_WAY
+    assert host.curl(f"http://127.0.0.1:{host.server.port}/")[0] == NO_WAY  # its own loopback
+    until("both are events", lambda: len({d.get("name") for d in host.denials()}) == 2)
+    named = [d for d in host.denials() if d.get("name") == "denied.test"]
+    assert {d["rule"] for d in named} == {"mode:allowlist"}
+    bare = [d for d in host.denials() if d.get("address") == "203.0.113.1"]
+    assert [(d["port"], d["rule"]) for d in bare] == [(80, "mode:allowlist")]
+    counters = host.run("inspect", "web", "--json").result["counters"]
+    assert counters["denied"] >= 2 and counters["flows_total"] >= 1
+    assert counters["bytes_down"] > 0
+
+
+def test_a_rule_that_is_removed_cuts_its_download_and_no_other(host: Networked) -> None:
+    kept, cut = host.download("one", "/stream/kept"), host.download("two", "/stream/cut")
+    try:
+        rule = f"two.test:{host.server.port}"
+        assert host.run("policy", "set", "web", "--remove", rule).exit == 0
+        assert cut.wait(WAIT_S) == RESET
+        until("the server heard it", lambda: "/stream/cut" in host.server.ended)
+        before = host.server.sent["/stream/kept"]
+        until("the other goes on", lambda: host.server.sent["/stream/kept"] > before)
+        assert kept.poll() is None
+        until("it is an event", lambda: "policy-applied" in host.kinds("web"))
+        assert host.last("web", "policy-applied")["revoked"] == 1
+        assert host.curl(host.url("two"))[0] == NO_NAME
+        host.allow("two")
+        assert host.curl(host.url("two")) == (0, "hello")
+    finally:
+        kept.terminate()
+        kept.wait(WAIT_S)
+
+
+def test_flows_outlive_the_service_and_its_time_is_not_lost(host: Networked) -> None:
+    download = host.download("one", "/stream/outlives")
+    try:
+        host.kill("netstack")
+        assert host.curl("http://meanwhile.test/")[0] == NO_NAME
+        until("it is back", host.ready, seconds=WAIT_S)
+        until(
+            "it is told",
+            lambda: any(d.get("name") == "meanwhile.test" for d in host.denials()),
+            seconds=WAIT_S,
+        )
+        before = host.server.sent["/stream/outlives"]
+        until("it goes on", lambda: host.server.sent["/stream/outlives"] > before)
+        assert download.poll() is None and "/stream/outlives" not in host.server.ended
+    finally:
+        download.terminate()
+        download.wait(WAIT_S)
+
+
+def test_a_worker_that_was_killed_resets_its_flows_and_another_serves(host: Networked) -> None:
+    download = host.download("one", "/stream/reset")
+    pid = host.worker()
+    os.kill(pid, signal.SIGKILL)
+    assert download.wait(WAIT_S) == RESET
+    until("the server heard it", lambda: "/stream/reset" in host.server.ended)
+    assert host.curl(host.url("one")) == (0, "hello")
+    assert host.worker() != pid
+    until("it is an event", lambda: "worker-started" in host.kinds("web"))
+
+
+def test_a_forward_leads_into_the_guest(host: Networked) -> None:
+    made = host.run("forward", "web", "0:3000", "--json").result["forwards"][0]
+    port = made["host_port"]
+    serving = host.popen("exec", "web", "--", "python3", "-m", "http.server", "3000",
+                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        until("it serves", lambda: _get(port).startswith(b"HTTP/1.0 200"), seconds=WAIT_S)
+        if _has_ipv6():
+            assert _get(port, "::1").startswith(b"HTTP/1.0 200")
+        taken = host.run("forward", "web", f"{port}:4000", "--json")
+        assert taken.error["exit"] == 5 and "web:3000" in taken.error["message"]
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            ran = host.run("forward", "web", f"{other.getsockname()[1]}:4000", "--json")
+            assert f"pid {os.getpid()} " in ran.error["message"]
+        assert host.run("forward", "web", "--remove", str(port)).exit == 0
+        assert _get(port) == b""
+    finally:
+        serving.terminate()
+        serving.wait(WAIT_S)
+
+
+def _get(port: int, address: str = "127.0.0.1") -> bytes:
+    """The beginning of the answer; empty when there is none."""
+    try:
+        with socket.create_connection((address, port), WAIT_S) as sock:
+            sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            return sock.recv(100)
+    except OSError:
+        return b""
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def test_a_capture_prints_and_writes_packets(host: Networked, tmp_path: Path) -> None:
+    download = host.download("one", "/stream/seen")
+    try:
+        shown = host.run("capture", "web", "--count", "5", "--filter", "tcp", "--json")
+        assert shown.exit == 0 and len(shown.lines) == 6
+        assert "TCP 198.18." in shown.lines[0]["summary"].replace("IP / ", "")
+        file = tmp_path / "x.pcap"
+        assert host.run("capture", "web", "-w", str(file), "--count", "3").exit == 0
+        data = file.read_bytes()
+        assert struct.unpack_from("<IHHiIII", data) == (0xA1B2C3D4, 2, 4, 0, 0, 65535, 101)
+        from scapy.utils import rdpcap
+
+        assert len(rdpcap(str(file))) == 3
+    finally:
+        download.terminate()
+        download.wait(WAIT_S)
+
+
+def test_forwards_end_with_the_machine_and_it_starts_again(host: Networked) -> None:
+    port = host.run("forward", "web", "0:3000", "--json").result["forwards"][0]["host_port"]
+    assert host.run("stop", "web", timeout=START_S).exit == 0
+    assert _get(port) == b""
+    assert host.run("forward", "web", "--list").exit == 4
+    host.start("web")
+    assert host.run("forward", "web", "--list", "--json").result["forwards"] == []
+    assert host.curl(host.url("one")) == (0, "hello")
