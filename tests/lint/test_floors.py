@@ -50,6 +50,8 @@ WINDOWS: dict[str, set[str]] = {
     "agent_box.cli.setup": {"engine.image", "engine.chosen"},
     "agent_box.cli.doctor": {"engine.chosen"},
     "agent_box.cli.values": {"engine.image"},
+    # tries the data plane as it is, in the operator's own process
+    "agent_box.cli.egress": {"netstack.plane"},
     # lays everything out before the services start: keys, and whether the config is one
     "agent_box.process.daemon": {"bus", "config"},
     # builds walls from contracts, so it has to know their words
