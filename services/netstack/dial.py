@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from ipaddress import ip_address
 from typing import Final
 
@@ -140,6 +140,7 @@ def full(code: int) -> bool:
     return code in _FULL
 
 
+@lru_cache(1024)
 def usable(address: str) -> bool:
     """Whether it is an address at all. Files of the host may hold anything."""
     try:

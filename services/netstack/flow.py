@@ -11,7 +11,8 @@ from typing import Final, Literal
 from agent_box.netstack.contract import Flow as Facts
 from agent_box.netstack.poller import ERROR, OUT, Poller
 from agent_box.netstack.sni import NO_NAME, Hello, HelloReader
-from agent_box.netstack.tcp import DEAD, OPEN, ROOM, Tcp, Wire
+from agent_box.netstack.tcp import DEAD, OPEN, ROOM, Tcp
+from agent_box.netstack.wire import Wire
 
 POLICY: Final = 0  # leads to where the policy allows
 BROKER: Final = 1

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from agent_box.netstack.packet import FRAME_MAX, LENGTH, VNET
-from agent_box.netstack.tcp import Wire
+from agent_box.netstack.wire import Wire
 
 _BUFFER: Final = 1 << 20
 _READ_MAX: Final = 1 << 20  # in one go, before others have their turn

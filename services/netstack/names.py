@@ -24,6 +24,9 @@ RANGE_LAST: Final = int(IPv4Address("198.19.255.255"))
 _HANDED_FIRST: Final = int(IPv4Address("198.18.1.0"))
 NAMES_MAX: Final = 65536  # of one boot
 TTL_S: Final = 60
+UNASSIGNED: Final = Verdict(
+    verdict="deny", rule="address:unassigned", why="no name has this address"
+)
 _ARPA: Final = re.compile(r"(\d{1,3})\.(\d{1,3})\.(\d{1,3})\.(\d{1,3})\.in-addr\.arpa")
 
 

@@ -17,7 +17,7 @@ from agent_box.netstack.dial import Dial, full, usable
 from agent_box.netstack.dnstcp import DnsStreams
 from agent_box.netstack.flow import Flow, Relay, facts
 from agent_box.netstack.judge import Judge
-from agent_box.netstack.names import Found, Names, synthetic
+from agent_box.netstack.names import UNASSIGNED, Found, Names, synthetic
 from agent_box.netstack.packet import (
     ACK,
     GATEWAY,
@@ -36,14 +36,11 @@ from agent_box.netstack.poller import Poller
 from agent_box.netstack.reports import Reporter
 from agent_box.netstack.resolver import Resolver
 from agent_box.netstack.sni import Hello, HelloReader
-from agent_box.netstack.tcp import Wire
+from agent_box.netstack.wire import Wire
 
 DNS_PORT: Final = 53
 CONNECT_S: Final = 30.0  # for look-up and connect together
 _LOOK_S: Final = 1.0
-_NOT_OURS: Final = Verdict(
-    verdict="deny", rule="address:unassigned", why="no name has this address"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +103,7 @@ class Opener:
             name = self._names.name(target)
             if name is None:
                 self._reporter.deny(
-                    _NOT_OURS, address=socket.inet_ntoa(target), port=port, protocol="tcp",
+                    UNASSIGNED, address=socket.inet_ntoa(target), port=port, protocol="tcp",
                     now=self._poller.now,
                 )  # fmt: skip
                 self._prohibit(key, seq)
@@ -116,7 +113,7 @@ class Opener:
         known = facts(name, address, port)
         verdict = self._judge.flow(known, self._poller.now)
         if verdict.verdict != "allow":
-            self._deny(verdict, known)
+            self._reporter.deny_flow(verdict, known, self._poller.now)
             self._prohibit(key, seq)
             return
         flow = self._begin(key, seq, mss, scale, flows.POLICY)
@@ -143,7 +140,7 @@ class Opener:
         flow.facts = msgspec.structs.replace(flow.facts, hello=hello.kind, sni=hello.sni)
         verdict = self._judge.flow(flow.facts, self._poller.now)
         if verdict.verdict != "allow":
-            self._deny(verdict, flow.facts)
+            self._reporter.deny_flow(verdict, flow.facts, self._poller.now)
         return verdict.verdict == "allow"
 
     # -- the host calls
@@ -306,16 +303,10 @@ class Opener:
 
     def _denied(self, flow: Flow, verdict: Verdict, known: Facts) -> None:
         self.forget(flow)
-        self._deny(verdict, known)
+        self._reporter.deny_flow(verdict, known, self._poller.now)
         flow.die()
         self._relay.drop(flow, hard=True)
         self._prohibit(flow.key, (flow.rcv_nxt - 1) & 0xFFFFFFFF)
-
-    def _deny(self, verdict: Verdict, known: Facts) -> None:
-        self._reporter.deny(
-            verdict, name=known.name, address=known.address, port=known.port,
-            protocol=known.protocol, now=self._poller.now,
-        )  # fmt: skip
 
     def _prohibit(self, key: bytes, seq: int) -> None:
         """A denial looks different from a refusal upstream: EHOSTUNREACH, not ECONNREFUSED."""

@@ -8,28 +8,25 @@ and counted.
 
 from __future__ import annotations
 
-import errno
 import socket
 import time
 from collections.abc import Callable
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Final
-
-import msgspec
+from typing import Final, Literal
 
 from agent_box.config.addresses import Network
 from agent_box.netstack import contract, icmp
 from agent_box.netstack.contract import Flow as Facts
 from agent_box.netstack.contract import Verdict
-from agent_box.netstack.dial import full, order, usable
+from agent_box.netstack.datagrams import Datagrams
 from agent_box.netstack.dnstcp import DnsStreams
-from agent_box.netstack.flow import HIGH, Flow, Relay, facts
+from agent_box.netstack.flow import HIGH, Flow, Relay
 from agent_box.netstack.forwarding import Forwards
 from agent_box.netstack.judge import Judge
 from agent_box.netstack.link import Link, LinkBroken
-from agent_box.netstack.names import Dns, Found, Names, synthetic
+from agent_box.netstack.names import Dns, Names
 from agent_box.netstack.opening import DNS_PORT, Limits, Opener
 from agent_box.netstack.own import own as own_addresses
 from agent_box.netstack.packet import (
@@ -37,7 +34,6 @@ from agent_box.netstack.packet import (
     FIN,
     GATEWAY,
     GUEST,
-    HOST_UNREACHABLE,
     ICMP,
     PORT_UNREACHABLE,
     PROHIBITED,
@@ -46,7 +42,6 @@ from agent_box.netstack.packet import (
     TCP,
     TCP_FIELDS,
     UDP,
-    ip_head,
     tcp_options,
     udp_frame,
     unreachable,
@@ -55,8 +50,9 @@ from agent_box.netstack.poller import OUT, Poller
 from agent_box.netstack.reports import Report, Reporter
 from agent_box.netstack.resolver import Resolver
 from agent_box.netstack.sni import Hello
-from agent_box.netstack.tcp import CALLING, DATA, DEAD, OPEN, OPENED, RESET, Tcp, Wire
-from agent_box.netstack.udp import UdpFlow, UdpFlows
+from agent_box.netstack.tcp import CALLING, DATA, DEAD, OPEN, OPENED, RESET
+from agent_box.netstack.udp import UdpFlows
+from agent_box.netstack.wire import Timed, Wire
 
 SWEEP_S: Final = 10.0
 HALF_CLOSED_S: Final = 600.0  # one side finished, and nothing moves any more
@@ -64,11 +60,9 @@ PROBE_S: Final = 7200.0  # RFC 9293 §3.8.4: keepalives no more often than every
 _LINK_HIGH: Final = 4 << 20  # queued for a guest that does not read: then we do not either
 _ROUNDS: Final = 8
 _M: Final = 0xFFFFFFFF
+_DNS_PORT: Final = DNS_PORT.to_bytes(2, "big")
 _FORGED: Final = Verdict(verdict="deny", rule="source:forged", why="not the guest's own address")
 _ONLY_PING: Final = Verdict(verdict="deny", rule="icmp:gateway", why="ICMP goes to the gateway")
-_UNASSIGNED: Final = Verdict(
-    verdict="deny", rule="address:unassigned", why="no name has this address"
-)
 _PROTOCOL: Final = Verdict(verdict="deny", rule="protocol:unknown", why="only TCP, UDP and ICMP")
 
 
@@ -130,6 +124,9 @@ class Plane:
         )  # fmt: skip
         self._forwards = Forwards(self._poller, self._relay, self._opener, self._reporter)
         self._udp = UdpFlows(self._poller, self._wire, limits.datagrams)
+        self._datagrams = Datagrams(
+            self._poller, self._judge, self._names, self._resolver, self._reporter, self._udp
+        )
         self._link: Link | None = None
         self._dropped = 0
         self._captured_lost = 0
@@ -298,7 +295,7 @@ class Plane:
         key = bytes(view[at + 12 : at + 24])
         protocol = view[at + 9]
         if key[:4] != GUEST:
-            self._deny(_FORGED, key[:4], None)
+            self._deny(_FORGED, key[:4])
         elif protocol == TCP:
             self._tcp(view, at, total, key)
         elif protocol == UDP:
@@ -306,7 +303,7 @@ class Plane:
         elif protocol == ICMP:
             self._icmp(bytes(view[at : at + total]))
         else:
-            self._deny(_PROTOCOL, key[4:8], None)
+            self._deny(_PROTOCOL, key[4:8])
 
     def _tcp(self, view: memoryview, at: int, total: int, key: bytes) -> None:
         if total < 40:
@@ -371,70 +368,13 @@ class Plane:
             self._dropped += 1
             return
         payload = bytes(view[at + 28 : at + 20 + length])
-        target = key[4:8]
-        port = key[10] << 8 | key[11]
-        if target == GATEWAY:
-            if port == DNS_PORT:
+        if key[4:8] == GATEWAY:
+            if key[10:12] == _DNS_PORT:
                 self._dns.ask(payload, partial(self._dns_answer, key), udp=True)
             else:
-                self._unreachable(key, PORT_UNREACHABLE)
+                self._udp.unreachable(key, PORT_UNREACHABLE)
             return
-        if self._udp.known(key, payload):
-            return
-        name = address = None
-        if synthetic(target):
-            name = self._names.name(target)
-            if name is None:
-                self._deny(_UNASSIGNED, target, port, "udp")
-                self._unreachable(key, PROHIBITED)
-                return
-        else:
-            address = socket.inet_ntoa(target)
-        known = facts(name, address, port, "udp")
-        verdict = self._judge.flow(known, self._poller.now)
-        if verdict.verdict != "allow":
-            self._flow_denied(verdict, known)
-            self._unreachable(key, PROHIBITED)
-            return
-        flow = self._udp.open(key, known, payload)
-        if name is not None:
-            self._resolver.lookup(name, partial(self._udp_found, flow))
-        elif address is not None:
-            self._udp_connect(flow, address, known)
-
-    def _udp_found(self, flow: UdpFlow, found: Found) -> None:
-        known = flow.facts
-        now = self._poller.now
-        if self._udp.flows.get(flow.key) is not flow:
-            return
-        refused: tuple[Verdict, Facts] | None = None
-        for alias in found.aliases:
-            verdict = self._judge.alias(known, alias, now)
-            if verdict is not None:
-                self._flow_denied(verdict, known)
-                self._udp.refuse(flow, PROHIBITED)
-                return
-        for address in order(found.addresses):
-            if not usable(address):
-                continue
-            there = msgspec.structs.replace(known, address=address)
-            verdict = self._judge.flow(there, now)
-            if verdict.verdict == "allow":
-                if self._udp_connect(flow, address, there):
-                    return
-            elif refused is None:
-                refused = verdict, there
-        if refused is not None:
-            self._flow_denied(*refused)
-        self._udp.refuse(flow, PROHIBITED if refused is not None else HOST_UNREACHABLE)
-
-    def _udp_connect(self, flow: UdpFlow, address: str, known: Facts) -> bool:
-        code = self._udp.connect(flow, address, known)
-        if full(code):
-            self._reporter.limit("descriptors", self._poller.now)
-        elif code in (errno.ENETUNREACH, errno.EHOSTUNREACH) and known.name is None:
-            self._unreachable(flow.key, HOST_UNREACHABLE)
-        return not code
+        self._datagrams.arrived(key, payload)
 
     def _icmp(self, packet: bytes) -> None:
         if packet[16:20] == GATEWAY:
@@ -443,13 +383,8 @@ class Plane:
                 self._wire.frame(reply)
             return
         if packet[20] == icmp.ECHO:
-            self._deny(_ONLY_PING, packet[16:20], None, "icmp")
+            self._deny(_ONLY_PING, packet[16:20], "icmp")
             self._wire.frame(unreachable(GATEWAY, GUEST, PROHIBITED, packet))
-
-    def _unreachable(self, key: bytes, code: int) -> None:
-        if key[4] < 224:  # never about a multicast (RFC 1122 §3.2.2)
-            packet = ip_head(key[:4], key[4:8], UDP, 8) + key[8:12] + b"\0\x08\0\0"
-            self._wire.frame(unreachable(GATEWAY, key[:4], code, packet))
 
     def _dns_answer(self, key: bytes, message: bytes) -> None:
         self._wire.frame(udp_frame(GATEWAY, GUEST, (DNS_PORT, key[8] << 8 | key[9]), message))
@@ -468,30 +403,20 @@ class Plane:
     def _name_denied(self, name: str, verdict: Verdict) -> None:
         self._reporter.deny(verdict, name=name[:256], protocol="dns", now=self._poller.now)
 
-    def _flow_denied(self, verdict: Verdict, known: Facts) -> None:
-        self._reporter.deny(
-            verdict, name=known.name, address=known.address, port=known.port,
-            protocol=known.protocol, now=self._poller.now,
-        )  # fmt: skip
-
     def _deny(
-        self, verdict: Verdict, address: bytes, port: int | None, protocol: str = "ip"
+        self, verdict: Verdict, address: bytes, protocol: Literal["icmp", "ip"] = "ip"
     ) -> None:
         self._reporter.deny(
-            verdict,
-            address=socket.inet_ntoa(address),
-            port=port,
-            protocol="udp" if protocol == "udp" else "icmp" if protocol == "icmp" else "ip",
-            now=self._poller.now,
+            verdict, address=socket.inet_ntoa(address), protocol=protocol, now=self._poller.now
         )
 
     # -- time, and the link
 
-    def _arm(self, flow: Tcp) -> None:
+    def _arm(self, flow: Timed) -> None:
         flow.armed = flow.deadline
         self._poller.at(flow.deadline, partial(self._fire, flow, flow.deadline))
 
-    def _fire(self, flow: Tcp, when: float) -> None:
+    def _fire(self, flow: Timed, when: float) -> None:
         if flow.armed != when or not isinstance(flow, Flow):
             return
         flow.armed = inf

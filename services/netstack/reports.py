@@ -70,6 +70,16 @@ class Reporter:
         self.denied += 1
         self._note(Denied(verdict.rule, verdict.why, name, address, port, protocol, 1), now)
 
+    def deny_flow(self, verdict: Verdict, flow: Flow, now: float) -> None:
+        self.deny(
+            verdict,
+            name=flow.name,
+            address=flow.address,
+            port=flow.port,
+            protocol=flow.protocol,
+            now=now,
+        )
+
     def revoke(self, verdict: Verdict, flow: Flow) -> None:
         self.denied += 1
         self.tell(

@@ -26,6 +26,7 @@ _SERVERS_MAX: Final = 3  # as the C library has it
 _ADDRESSES_MAX: Final = 16
 _FILE_MAX: Final = 1 << 20
 _KEPT_MAX: Final = 2048
+_LOOK_S: Final = 0.5  # between looks at the host's files
 _TTL_LEAST_S: Final = 1.0  # a look-up and the connect after it are one question
 _TTL_MOST_S: Final = 60.0
 _NEGATIVE_S: Final = 2.0
@@ -55,6 +56,7 @@ class Resolver:
         self._port = port
         self._full = full
         self._stamps: tuple[object, ...] = ()
+        self._looked = float("-inf")
         self._servers: list[str] = []
         self._hosts: dict[str, tuple[str, ...]] = {}
         self._kept: dict[str, tuple[float, Found]] = {}
@@ -106,6 +108,10 @@ class Resolver:
         return self._port
 
     def _refresh(self) -> None:
+        now = self._poller.now
+        if now < self._looked + _LOOK_S:
+            return
+        self._looked = now
         stamps = tuple(_stamp(self._etc / name) for name in ("resolv.conf", "hosts"))
         if stamps == self._stamps:
             return

@@ -16,8 +16,6 @@ and a RST is never answered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import inf
 from typing import Final
 
@@ -37,6 +35,7 @@ from agent_box.netstack.packet import (
     fold,
     offer,
 )
+from agent_box.netstack.wire import SLOT, Wire, cost
 
 # States. Which sides have finished is told by flags of their own.
 WAITING: Final = 0  # the guest sent SYN, nobody accepted yet
@@ -61,66 +60,10 @@ EARLY_MAX: Final = 256  # segments of a flow kept that came before their time
 KEPT_MAX: Final = 1024  # segments of a flow kept at a time
 SMALL: Final = 8192  # data up to this is copied, so that its 64 KiB slot is free again
 BURST: Final = 512 << 10  # sent again at once after a loss; more as it is acknowledged
-SLOT: Final = 65536
-SLOTS_MAX: Final = 128  # kept for reuse
 
 _M: Final = 0xFFFFFFFF
 _HALF: Final = 0x80000000
 _SCALE_UNIT: Final = 1 << SCALE
-
-
-def _cost(length: int, slot: memoryview | None) -> int:
-    """Bytes of memory that a kept segment takes, about."""
-    return length + 256 if slot is None else SLOT
-
-
-def _nothing(_flow: Tcp) -> None:
-    """Nobody waits for a timer."""
-
-
-@dataclass(slots=True)
-class Wire:
-    """What the flows of one instance share on their way to the guest.
-
-    Attributes:
-        out: buffers to send, in order; whole frames, each of one or two buffers.
-        queued: bytes in `out`.
-        now: the time in seconds, of a clock that only goes forward.
-        window: the most that a flow takes from its guest ahead of upstream, in bytes.
-        sending: the most that a flow has under way to its guest, in bytes.
-        memory: bytes of all flows together beyond which new ones get little.
-        held: bytes taken from the guest that upstream has not taken yet.
-        kept: bytes of memory for what was sent and not acknowledged.
-        arm: called when a flow's `deadline` came nearer.
-        tap: gets every packet, for a capture.
-    """
-
-    out: list[bytes | memoryview] = field(default_factory=list)
-    queued: int = 0
-    now: float = 0.0
-    window: int = 1 << 20
-    sending: int = 4 << 20
-    memory: int = 128 << 20
-    held: int = 0
-    kept: int = 0
-    slots: list[memoryview] = field(default_factory=list)
-    arm: Callable[[Tcp], None] = _nothing
-    tap: Callable[[bytes], None] | None = None
-
-    def slot(self) -> memoryview:
-        """Room for `SLOT` bytes, used before if possible: fresh pages cost more than bytes."""
-        return self.slots.pop() if self.slots else memoryview(bytearray(SLOT))
-
-    def give_back(self, slot: memoryview) -> None:
-        if len(self.slots) < SLOTS_MAX:
-            self.slots.append(slot)
-
-    def frame(self, frame: bytes) -> None:
-        """Queues a whole frame."""
-        self.out.append(frame)
-        self.queued += len(frame)
-        if self.tap is not None:
-            self.tap(frame[14:])
 
 
 class Tcp:
@@ -230,7 +173,7 @@ class Tcp:
         if self._rtx is None:
             self._rtx = []
         self._rtx.append((seq, end, data, kept))
-        wire.kept += _cost(length, kept)
+        wire.kept += cost(length, kept)
         self._emit(seq, ACK | PSH, data)
         if seq == self.snd_una:
             self._set_timer()
@@ -264,7 +207,7 @@ class Tcp:
         wire = self.wire
         if self._rtx:
             for seq, end, _, slot in self._rtx:
-                wire.kept -= _cost((end - seq) & _M, slot)
+                wire.kept -= cost((end - seq) & _M, slot)
                 if slot is not None:
                     wire.give_back(slot)
         self._rtx = None
@@ -562,7 +505,7 @@ class Tcp:
                 if (ack - end) & _M >= _HALF:
                     break
                 done += 1
-                wire.kept -= _cost((end - seq) & _M, slot)
+                wire.kept -= cost((end - seq) & _M, slot)
                 if slot is not None:
                     wire.give_back(slot)
             if done == len(rtx):

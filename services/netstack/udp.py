@@ -19,10 +19,11 @@ from agent_box.netstack.packet import (
     unreachable,
 )
 from agent_box.netstack.poller import Poller
-from agent_box.netstack.tcp import Wire
+from agent_box.netstack.wire import Wire
 
 IDLE_S: Final = 60.0  # of a flow that never got an answer
 IDLE_BOTH_S: Final = 180.0  # RFC 4787 §4.3: at least 2 minutes
+_MULTICAST: Final = 224  # the first byte of such addresses, and of all beyond
 DATA_MAX: Final = IP_MAX - 28
 _WAITING_MAX: Final = 4  # datagrams kept while a name is looked up
 _WAITING_BYTES: Final = 4096
@@ -93,21 +94,17 @@ class UdpFlows:
         return flow
 
     def connect(self, flow: UdpFlow, address: str, facts: Facts) -> int:
-        """Gives the flow its upstream and sends what waits. Returns an errno, or 0."""
-        if self.flows.get(flow.key) is not flow:
-            return 0
+        """Gives the flow its upstream and sends what waits. Returns 0, or an errno: still none."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         except OSError as error:
-            self.drop(flow)
             return error.errno or errno.EIO
         try:
             sock.connect((address, facts.port))
             self._poller.watch(sock.fileno(), flow)
         except OSError as error:
             sock.close()
-            self.drop(flow)
             return error.errno or errno.EIO
         flow.sock = sock
         flow.facts = facts
@@ -119,7 +116,13 @@ class UdpFlows:
     def refuse(self, flow: UdpFlow, code: int) -> None:
         """Tells the guest that it leads nowhere, and forgets it."""
         self.drop(flow)
-        self._unreachable(flow, code)
+        self.unreachable(flow.key, code)
+
+    def unreachable(self, key: bytes, code: int) -> None:
+        """Tells the guest why a datagram went nowhere; never of one to many (RFC 1122 §3.2.2)."""
+        if key[4] < _MULTICAST:
+            packet = ip_head(key[:4], key[4:8], UDP, 8) + key[8:12] + b"\0\x08\0\0"
+            self._wire.frame(unreachable(GATEWAY, key[:4], code, packet))
 
     def drop(self, flow: UdpFlow) -> None:
         if self.flows.get(flow.key) is flow:
@@ -166,14 +169,9 @@ class UdpFlows:
     def _failed(self, flow: UdpFlow, error: OSError) -> None:
         """An error of an earlier datagram; the flow goes on."""
         if error.errno == errno.ECONNREFUSED:
-            self._unreachable(flow, PORT_UNREACHABLE)
+            self.unreachable(flow.key, PORT_UNREACHABLE)
         elif error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM):
-            self._unreachable(flow, HOST_UNREACHABLE)
-
-    def _unreachable(self, flow: UdpFlow, code: int) -> None:
-        key = flow.key
-        packet = ip_head(key[:4], key[4:8], UDP, 8) + key[8:12] + b"\0\x08\0\0"
-        self._wire.frame(unreachable(GATEWAY, key[:4], code, packet))
+            self.unreachable(flow.key, HOST_UNREACHABLE)
 
     def _receive(self, flow: UdpFlow) -> bool:
         key = flow.key

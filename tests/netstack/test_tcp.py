@@ -30,8 +30,8 @@ from agent_box.netstack.tcp import (
     SYN_TRIES,
     WAITING,
     Tcp,
-    Wire,
 )
+from agent_box.netstack.wire import Wire
 
 KEY = GUEST + bytes((198, 18, 1, 0)) + (40000).to_bytes(2, "big") + (443).to_bytes(2, "big")
 M = 0xFFFFFFFF
