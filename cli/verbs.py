@@ -117,6 +117,8 @@ def _run(given: Mapping[str, Any]) -> None:
         raise Usage("run: give either --prompt TEXT or --follow")
     if given["follow"] and (given["start"] or given["session"] is not None):
         raise Usage("run: --follow takes neither --start nor --session")
+    if given["follow"] and given["timeout"] is not None:
+        raise Usage("run: a run has its --timeout from its beginning; --follow takes none")
 
 
 def _forward(given: Mapping[str, Any]) -> None:
@@ -351,10 +353,13 @@ VERBS: Final[tuple[Verb, ...]] = (
             switch("--start", "start a stopped instance first"),
             switch("--follow", "rejoin the live run"),
         ),
-        entry="harness",
+        body="run:run",
         check=_run,
         streams="always",
-        detail="The reply goes to stdout, tool calls to stderr.",
+        detail=(
+            "The reply goes to stdout, tool calls to stderr. Ctrl-C cancels. A run goes on when "
+            "this program or the channel service ends; --follow shows it from its beginning."
+        ),
     ),
     Verb(
         "usage",

@@ -22,6 +22,7 @@ from collections.abc import Callable
 
 from agent_box.guest import disk, environment, processes, streams, system
 from agent_box.guest.control import Action, Session
+from agent_box.guest.harness import Harnesses
 from agent_box.guest.hook import Hook
 from agent_box.guest.loop import Loop
 from agent_box.guest.ports import Inherited
@@ -62,12 +63,17 @@ class Agent:
         self._streams: dict[_Stream, None] = {}  # oldest first
         self._off = False
         self._terminals = Terminals(self._loop, self._surroundings)
+        self._harnesses = Harnesses(self._loop, self._surroundings)
         self._hook: Hook | None = None  # of this provisioning, when this process began it
         self._hook_waits: list[_Stream] = []
         self._asking: _Stream | None = None  # whose operation is being done
         if self.provision is not None:
             self._begin_hook(self.provision)
-        served = {CONTROL_PORT: self._control, streams.PORT: self._terminals.serve}
+        served = {
+            CONTROL_PORT: self._control,
+            streams.PORT: self._terminals.serve,
+            streams.HARNESS_PORT: self._harnesses.serve,
+        }
         for port, listener in inherited.listeners.items():
             accept = _accepting(listener, served.get(port, _nobody))
             self._loop.register(listener, selectors.EVENT_READ, accept)
@@ -131,6 +137,7 @@ class Agent:
             if stream in self._streams:
                 stream.answer(self._hook_ended())
         self._terminals.settled()
+        self._harnesses.settled()
 
     def _hook_ended(self) -> dict[str, Any]:
         if self._hook is None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 STREAM_VERSION: Final = 1
 PORT: Final = 5001
+HARNESS_PORT: Final = 5004  # the same frames for harnesses
 FRAME_MAX: Final = 1 << 18  # bytes of one frame, either way; an opening one is the largest
 CHUNK_MAX: Final = 1 << 16  # bytes of data in one frame
 INPUT_MAX: Final = 1 << 18  # bytes of input that may be beyond what was taken

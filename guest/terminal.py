@@ -38,6 +38,8 @@ class Terminals:
             the hook runs, and `settled` is called when it has ended.
     """
 
+    programs = Program
+
     def __init__(
         self,
         loop: Loop,
@@ -116,7 +118,7 @@ class Terminals:
             ),
             (opening.size[0], opening.size[1]) if terminal and opening.size else None,
         )
-        program = Program(self.loop, opening.id, wanted, opening.timeout_ms, self._gone)
+        program = self.programs(self.loop, opening.id, wanted, opening.timeout_ms, self._gone)
         program.start(wanted, self._ground)
         self._programs[opening.id] = program
         self._tidy()

@@ -42,6 +42,7 @@ class Reason(StrEnum):
     NOT_FOUND = "not-found"
     EXISTS = "exists"
     CONFLICT = "conflict"
+    RUN_BUSY = "run-busy"
     WRONG_STATE = "wrong-state"
     STORE_LOCKED = "store-locked"
     TAMPERED = "tampered"
@@ -67,6 +68,7 @@ MEANING: Final[dict[Reason, Meaning]] = {
     Reason.NOT_FOUND: Meaning(Code.NOT_FOUND, 3),
     Reason.EXISTS: Meaning(Code.CONFLICT, 5),
     Reason.CONFLICT: Meaning(Code.CONFLICT, 5),
+    Reason.RUN_BUSY: Meaning(Code.CONFLICT, 22),
     Reason.WRONG_STATE: Meaning(Code.PRECONDITION, 4),
     Reason.STORE_LOCKED: Meaning(Code.PRECONDITION, 4),
     Reason.TAMPERED: Meaning(Code.PRECONDITION, 1),

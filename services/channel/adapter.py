@@ -1,7 +1,7 @@
 """The channel as it runs: guests are provisioned, kept on time and powered off, and whoever
 may gets terminals and commands in them.
 
-The harness is refused until it is built; `MISSING` says so.
+Runs of harnesses have a module of their own, `harness`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from typing import Final, Literal
 from agent_box.broker.contract import Nonce, Nonces, NoncesOf
 from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.outbox import Outbox
+from agent_box.bus.outcomes import Outcomes
 from agent_box.bus.schema import Empty
 from agent_box.bus.server import Call, Handler, StreamHandler
 from agent_box.channel import guests, provisioning
-from agent_box.channel.contract import CONTRACT, Guest, Provision, Provisioned
+from agent_box.channel.contract import Guest, Provision, Provisioned
 from agent_box.channel.control import clock, hook_end
 from agent_box.channel.guests import Forged, Link
+from agent_box.channel.harness import Harnesses
 from agent_box.channel.keeper import EVERY_S, LOOK_S, Clocks, Jumps, Kept
 from agent_box.channel.terminals import Desk
 from agent_box.guest.wire import CONTROL_PORT, FrameError
-from agent_box.process.skeleton import Context, Service, Unbuilt
+from agent_box.process.skeleton import Context, Service
 from agent_box.registry.contract import Fact, Note
 
-MISSING: Final = "this version runs no harness yet: it is not built"
 TIME_S: Final = 5.0
 NONCES_S: Final = 5.0
 HOME: Final = "/home/agent"  # guest.disk.HOME
@@ -46,7 +47,7 @@ def build(context: Context) -> Service:
     return Channel(context)
 
 
-class Channel(Unbuilt):
+class Channel:
     """One channel.
 
     Args:
@@ -54,9 +55,7 @@ class Channel(Unbuilt):
     """
 
     def __init__(self, context: Context, clocks: Clocks | None = None) -> None:
-        super().__init__(CONTRACT, MISSING)
         self._context = context
-        context.problem = MISSING
         self._clocks = clocks or Clocks()
         self._kept = Kept(context.data, self._unkept)
         self._links: dict[str, Link] = {}
@@ -65,10 +64,14 @@ class Channel(Unbuilt):
         self._dials = guests.dials(context.paths.runtime)
         self._desk = Desk(self, self._dials, context.tasks)
         self._frozen: set[str] = set()  # instances that were paused under us
+        self._harnesses = Harnesses(
+            context.data, self._dials, self.boot_of, context.tasks, self._claimed, context.log
+        )
         self._jumps = Jumps(self._clocks)
+        self.outcomes: Outcomes | None = None
         self._notes: Outbox[Note] = Outbox(self._send, self._not_noted)
         self.handlers: Mapping[str, Handler | StreamHandler] = {
-            **self.handlers,
+            **self._harnesses.handlers,
             "provision": self.provision,
             "set_time": self.set_time,
             "poweroff": self.poweroff,
@@ -81,6 +84,7 @@ class Channel(Unbuilt):
     async def start(self) -> None:
         self._context.tasks.spawn(self._keep_time(), name="time")
         self._context.tasks.spawn(self._notes.run(), name="notes")
+        self._harnesses.start()
         self._context.tasks.spawn(self._when_asked_to_end(), name="end")
 
     async def _when_asked_to_end(self) -> None:
@@ -91,6 +95,7 @@ class Channel(Unbuilt):
         await self._notes.flush(LAST_S)
         for link in self._links.values():
             link.end()
+        self._harnesses.stop()
         self._dials.close()
 
     async def provision(self, request: Provision, call: Call) -> Provisioned:
@@ -152,6 +157,7 @@ class Channel(Unbuilt):
         self._kept.drop(request.instance, request.boot)
         self._frozen.discard(request.instance)
         self._desk.leave(request.instance)
+        self._harnesses.left(request.instance)
         try:
             await link.ask("poweroff", {}, max(0.0, call.remaining_s() - MARGIN_S))
         except (Forged, FrameError) as error:
@@ -323,6 +329,12 @@ class Channel(Unbuilt):
                 kind=kind,
                 facts=facts,
             )
+        )
+
+    def _claimed(self, instance: str, id: bytes, kind: str, facts: dict[str, Fact]) -> None:
+        """What a harness says, and what came of it."""
+        self._notes.put(
+            Note(event_id=id, instance=instance, source="agent-reported", kind=kind, facts=facts)
         )
 
     async def _send(self, note: Note) -> None:

@@ -147,7 +147,11 @@ class ExecOutput(Wire, frozen=True):
 
 
 class Run(Wire, frozen=True):
+    """The same id again is the same run, so it may be asked for twice."""
+
+    run: str  # its id, drawn by the caller: 32 lowercase hex digits
     instance: str
+    harness: str | list[str]  # a preset's name, or a command with its arguments
     prompt: str
     session: str | None  # a harness session to load; None begins one
     directory: str | None  # of the session, in the guest
@@ -158,8 +162,22 @@ class RunId(Wire, frozen=True):
     run: str
 
 
-class RunIds(Wire, frozen=True):
-    runs: list[str]  # newest first
+class RunEnd(Wire, frozen=True):
+    how: Literal["stopped", "timed-out", "cancelled", "left-running", "failed"]
+    stop_reason: str | None  # with stopped: the harness's word, e.g. end_turn
+    code: str | None  # with failed: see docs/cli.md
+    text: str  # why, in one line; empty where there is nothing to say
+
+
+class RunRow(Wire, frozen=True):
+    run: str
+    session: str | None  # None until the harness said it
+    begun_ms: int  # Unix time
+    live: bool
+
+
+class RunRows(Wire, frozen=True):
+    runs: list[RunRow]  # newest first
 
 
 class RunRead(Wire, frozen=True):
@@ -171,19 +189,16 @@ class RunRead(Wire, frozen=True):
 
 class Update(Wire, frozen=True):
     at_ms: int  # Unix time, milliseconds, when it reached us
-    kind: str  # as in the Agent Client Protocol, e.g. agent_message_chunk, tool_call
+    # as in the Agent Client Protocol, e.g. agent_message_chunk, tool_call; box_session and
+    # box_permission are our own
+    kind: str
     body: str  # JSON, the agent's claim
-
-
-class RunEnd(Wire, frozen=True):
-    how: Literal["stopped", "timed-out", "cancelled", "left-running", "failed"]
-    stop_reason: str | None  # with stopped: the harness's word, e.g. end_turn
 
 
 class Updates(Wire, frozen=True):
     updates: list[Update]
     cursor: int  # to ask with next
-    end: RunEnd | None  # None while it goes on
+    end: RunEnd | None  # None while it goes on, or while there are more updates
 
 
 CONTRACT = Contract(
@@ -261,7 +276,7 @@ CONTRACT = Contract(
         ),
         Method(
             name="run",
-            kind=Kind.ONCE,
+            kind=Kind.IDEMPOTENT,
             request=Run,
             reply=RunId,
             deadline_s=60,
@@ -272,7 +287,7 @@ CONTRACT = Contract(
             name="runs",
             kind=Kind.READ,
             request=Instance,
-            reply=RunIds,
+            reply=RunRows,
             deadline_s=10,
             data=Data.RECORD,
             summary="The runs of an instance, for following one again.",

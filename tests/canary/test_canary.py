@@ -84,6 +84,7 @@ RUNS: dict[str, list[list[str]]] = {
     "completion": [["bash"]],
     "attach": [["web1", "--list"], ["web1"], ["web1", "--shell"]],
     "exec": [["web1", "true"]],
+    "run": [["web1", "--prompt", "hello"], ["web1", "--follow"]],
     "daemon": [[]],  # one runs, so it says no; --stop comes last
 }
 

@@ -90,6 +90,10 @@ LINES: list[tuple[str, str, int]] = [
     ("attach web1 --shell", "", 64),
     ("exec web1 true", "", 12),
     ("exec gone true", "", 3),
+    ("run gone --prompt x", "", 3),
+    ("run web1 --prompt x", "", 12),
+    ("run web1 --follow", "", 12),
+    ("run web1 --prompt -", "", 64),
     ("daemon", "", 2),
     ("daemon --stop", "", 0),
 ]

@@ -149,11 +149,11 @@ def test_what_is_not_built_says_what_is_missing(verb: verbs.Verb, tmp_path: Path
 
 
 def test_the_example_of_the_specification() -> None:
-    ran = run("run", "web1", "--prompt", "x", "--json")
+    ran = run("capture", "web1", "--json")
     assert ran.out == (
-        '{"schema": 1, "verb": "run", "ok": false, "error": {"exit": 70, '
-        '"kind": "not-implemented", "message": "run is not implemented yet", '
-        '"entry": "harness"}}\n'
+        '{"schema": 1, "verb": "capture", "ok": false, "error": {"exit": 70, '
+        '"kind": "not-implemented", "message": "capture is not implemented yet", '
+        '"entry": "network"}}\n'
     )
 
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from support import images
 
-from agent_box.engine.image import blobs, boxguest, build, definition, manifest
+from agent_box.config import presets
+from agent_box.engine.image import blobs, boxguest, build, definition, harness, layers, manifest
+from agent_box.engine.image.layers import Layer
 from agent_box.engine.image.manifest import ImageCorrupt, ImageMissing, Manifest
 from agent_box.process.paths import Paths, make_private
 
@@ -70,12 +73,56 @@ def install(paths: Paths) -> Manifest:
     blobs.make(paths)
     with blobs.locked(paths):
         for part in found.parts.values():
-            target = paths.blob(part.sha256)
-            if target.exists():
-                continue
-            try:
-                os.link(source.blob(part.sha256), target)
-            except OSError:  # another file system
-                shutil.copyfile(source.blob(part.sha256), target)
-                target.chmod(0o444)
+            _share(source, paths, part.sha256)
         return images.publish(paths, found)
+
+
+def _share(source: Paths, paths: Paths, sha256: str) -> None:
+    target = paths.blob(sha256)
+    if target.exists():
+        return
+    try:
+        os.link(source.blob(sha256), target)
+    except OSError:  # another file system
+        shutil.copyfile(source.blob(sha256), target)
+        target.chmod(0o444)
+
+
+def codex() -> Path:
+    """The program of the harness codex, from a layer that is built once and kept.
+
+    It takes ten seconds the first time, and network access to whatever npm uses.
+    """
+    directory = kept()
+    paths = Paths(directory / "run", directory / "state")
+    preset = presets.load("codex")
+    with _alone(directory):
+        try:
+            layer = layers.find(paths, "codex")
+            fresh = layer.lock == presets.lock(preset).sha256
+        except (ImageMissing, ImageCorrupt):
+            fresh = False
+        if not fresh:
+            layer = harness.build(paths, preset, tell=print)[0].layer
+        out = directory / "codex"
+        program = out / preset.command[0].removeprefix("/")
+        marker = directory / "codex.layer"
+        if not marker.exists() or marker.read_text() != layer.drive.sha256:
+            shutil.rmtree(out, ignore_errors=True)
+            drive = str(paths.blob(layer.drive.sha256))
+            subprocess.run(["fsck.erofs", f"--extract={out}", "--no-preserve", drive], check=True)
+            marker.write_text(layer.drive.sha256)
+    return program
+
+
+def install_layer(paths: Paths) -> Layer:
+    """Makes the kept layer of codex the current one there."""
+    codex()
+    source = Paths(kept() / "run", kept() / "state")
+    layer = layers.find(source, "codex")
+    blobs.make(paths)
+    with blobs.locked(paths):
+        for part in layer.parts.values():
+            _share(source, paths, part.sha256)
+        layers.store(paths, layer)
+    return layer
