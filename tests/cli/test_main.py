@@ -149,11 +149,11 @@ def test_what_is_not_built_says_what_is_missing(verb: verbs.Verb, tmp_path: Path
 
 
 def test_the_example_of_the_specification() -> None:
-    ran = run("capture", "web1", "--json")
+    ran = run("hibernate", "web1", "--json")
     assert ran.out == (
-        '{"schema": 1, "verb": "capture", "ok": false, "error": {"exit": 70, '
-        '"kind": "not-implemented", "message": "capture is not implemented yet", '
-        '"entry": "network"}}\n'
+        '{"schema": 1, "verb": "hibernate", "ok": false, "error": {"exit": 70, '
+        '"kind": "not-implemented", "message": "hibernate is not implemented yet", '
+        '"entry": "snapshot"}}\n'
     )
 
 
