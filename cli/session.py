@@ -139,7 +139,7 @@ class Session(ABC):
         now = self._now()
         if self._stream is None:
             return max(0.0, self._again_at - now)
-        if not self._answered:
+        if not self._stream.accepted:
             return max(0.05, (self._stream.deadline_ns - _boottime()) / 1e9)
         return None
 
@@ -163,7 +163,8 @@ class Session(ABC):
             self._over(stream)
             return
         if not self._answered:
-            if stream.deadline_ns <= _boottime():
+            # Once accepted it may take its time: the guest may have its hook to run first.
+            if not stream.accepted and stream.deadline_ns <= _boottime():
                 self._lose(Refusal(Reason.UNAVAILABLE, "the channel does not answer"))
             return
         while stream.credit > 0 and (item := self._up()) is not None:

@@ -228,7 +228,8 @@ def _list(out: Render, name: str) -> None:
     ]
     header = ("TERMINAL", "USER", "ATTACHED", "COMMAND")
     lines = [
-        (r["terminal"], r["user"], "yes" if r["attached"] else "no", r["command"]) for r in rows
+        (r["terminal"], r["user"], "yes" if r["attached"] else "no", r["command"] or "login shell")
+        for r in rows
     ]
     out.result({"terminals": rows}, table(header, lines) if rows else "no terminals")
 
