@@ -207,3 +207,80 @@ def test_the_key_and_the_database_are_private(whole: Whole) -> None:
         if path.name not in ("lock",):
             assert REAL not in path.read_bytes()
     assert whole.sock.parent.stat().st_mode & 0o777 == 0o700
+
+
+def rss_mib(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError("no VmRSS")
+
+
+@pytest.mark.parametrize("mib", [50, pytest.param(500, marks=pytest.mark.slow)])
+def test_an_upload_and_a_download_keep_memory_flat(whole: Whole, mib: int) -> None:
+    """What lies between a fast sender and a slow reader is a few buffers, and no body."""
+    size = mib << 20
+    seen: list[int] = []
+
+    async def answer(request: web.Request, asked: Asked) -> web.StreamResponse:
+        got = 0
+        async for chunk in request.content.iter_any():
+            got += len(chunk)
+        seen.append(got)
+        reply = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        reply.content_length = size
+        await reply.prepare(request)
+        for _ in range(mib * 4):
+            await reply.write(bytes(1 << 18))
+        return reply
+
+    whole.app.answer, whole.app.read_body = answer, False
+    headers = whole.headers()
+    pid = inner_pid(whole.broker)
+    assert pid is not None
+
+    async def play() -> float:
+        reader, writer = await asyncio.open_unix_connection(whole.sock, limit=1 << 18)
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+        writer.write(f"POST /v1/x HTTP/1.1\r\n{lines}Content-Length: {size}\r\n\r\n".encode())
+        most = before = rss_mib(pid)
+        for _ in range(mib):
+            writer.write(bytes(1 << 20))
+            await writer.drain()
+            most = max(most, rss_mib(pid))
+        await reader.readuntil(b"\r\n\r\n")
+        left = size
+        while left:
+            data = await reader.read(1 << 18)
+            assert data
+            left -= len(data)
+            most = max(most, rss_mib(pid))
+        writer.close()
+        return most - before
+
+    assert asyncio.run(play()) < 16
+    assert seen == [size]
+
+
+def test_two_hundred_streams_at_once_and_what_each_costs(whole: Whole) -> None:
+    headers = whole.headers()
+    pid = inner_pid(whole.broker)
+    assert pid is not None
+
+    async def play() -> float:
+        before = rss_mib(pid)
+        clients = [Client(*await asyncio.open_unix_connection(whole.sock)) for _ in range(200)]
+        for client in clients:
+            await client.send("POST", "/v1/stream", headers, b"{}")
+        for client in clients:
+            for _ in range(3):  # an event each
+                while not isinstance(await client.next(), h11.Data):
+                    pass
+        grown = rss_mib(pid) - before
+        whole.gate.set()
+        for client in clients:
+            assert (await client.reply()).complete
+            client.close()
+        return grown
+
+    assert asyncio.run(play()) < 200  # a MiB each at most
