@@ -113,6 +113,8 @@ def _kept(inject: Inject, placed: Headers) -> Iterable[tuple[bytes, bytes]]:
         gone |= {b"cookie"}
     if service is None:
         gone |= {b"range", b"if-range"}  # a part of a reply could hold a part of a credential
+    if head.upgrade is not None:
+        gone |= {b"sec-websocket-extensions"}  # compressed frames could not be searched
     if service is Service.RECEIVE_PACK:
         gone |= {b"git-protocol"}  # of a push, one version's format is understood here
     nonce = inject.running.nonces[binding.name].encode()

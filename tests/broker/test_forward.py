@@ -179,11 +179,13 @@ def test_framing_and_codings(more: bytes, name: bytes, value: list[bytes]) -> No
 def test_an_upgrade_that_is_allowed() -> None:
     lines = (
         b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        b"Sec-WebSocket-Extensions: permessage-deflate\r\n"
     )
     request = sent("anthropic", lines, upgrade=True, method="GET", path="/v1/files/x")
     assert values(request, b"connection") == [b"upgrade"]
     assert values(request, b"upgrade") == [b"websocket"]
     assert values(request, b"sec-websocket-version") == [b"13"]
+    assert values(request, b"sec-websocket-extensions") == []
 
 
 @pytest.mark.parametrize(
