@@ -397,7 +397,7 @@ class Plane:
     def _allowed(self, known: Facts) -> bool:
         verdict = self._judge.flow(known, self._poller.now)
         if verdict.verdict != "allow":
-            self._reporter.revoke(verdict, known)
+            self._reporter.revoke(verdict, known, self._poller.now)
         return verdict.verdict == "allow"
 
     def _name_denied(self, name: str, verdict: Verdict) -> None:

@@ -33,8 +33,9 @@ class Revoked:
     why: str
     name: str | None
     address: str | None
-    port: int
+    port: int | None
     protocol: Literal["tcp", "udp"]
+    count: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Reporter:
     def __init__(self, tell: Callable[[Report], None]) -> None:
         self.tell = tell
         self.denied = 0
-        self._since: dict[Denied | Limited, int] = {}
+        self._since: dict[Report, int] = {}
         self._began = 0.0
 
     def deny(
@@ -80,11 +81,10 @@ class Reporter:
             now=now,
         )
 
-    def revoke(self, verdict: Verdict, flow: Flow) -> None:
+    def revoke(self, verdict: Verdict, flow: Flow, now: float) -> None:
         self.denied += 1
-        self.tell(
-            Revoked(verdict.rule, verdict.why, flow.name, flow.address, flow.port, flow.protocol)
-        )
+        name, address, port = flow.name, flow.address, flow.port
+        self._note(Revoked(verdict.rule, verdict.why, name, address, port, flow.protocol, 1), now)
 
     def limit(
         self,
@@ -102,7 +102,7 @@ class Reporter:
             if count:
                 self.tell(replace(report, count=count))
 
-    def _note(self, report: Denied | Limited, now: float) -> None:
+    def _note(self, report: Report, now: float) -> None:
         self.flush(now)
         if not self._since:
             self._began = now
@@ -112,9 +112,9 @@ class Reporter:
         elif len(self._since) < _KINDS_MAX:
             self._since[report] = 0  # told already
             self.tell(report)
-        elif isinstance(report, Denied):
+        elif not isinstance(report, Limited):
             # Too many kinds: the rule is what matters, and rules are few.
-            bare = replace(report, name=None, address=None, port=None)
+            bare: Report = replace(report, name=None, address=None, port=None)
             if bare in self._since or len(self._since) < _KINDS_MAX * 2:
                 self._since[bare] = self._since.get(bare, 0) + 1
             else:

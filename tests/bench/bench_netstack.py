@@ -34,7 +34,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 MTU = "65520"
-SECONDS = 2.0
+SECONDS = 1.5
 IDLE = 2000
 TICKS = os.sysconf("SC_CLK_TCK")
 SINK, SOURCE, ECHO = 9001, 9002, 9003
@@ -335,7 +335,12 @@ def bench(rounds: int) -> None:
                     found = _round(candidate)
                 for key, value in found.items():
                     results.setdefault(name, {}).setdefault(key, []).append(value)
-            print(f"round {number + 1} of {rounds}, load {os.getloadavg()[0]:.1f}", flush=True)
+            print(f"after {number + 1} of {rounds} rounds, load {os.getloadavg()[0]:.1f}")
+            _table(results)
+            sys.stdout.flush()
+
+
+def _table(results: dict[str, dict[str, list[float]]]) -> None:
     keys = ["up", "up cpu", "down", "down cpu", "connects", "latency", "idle", "forward"]
     print(f"{'':12}" + "".join(f"{key:>10}" for key in keys))
     for name, values in results.items():

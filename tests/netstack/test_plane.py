@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from support.planes import etc, here, rule
 from support.servers import Server
 from support.tunguest import GATEWAY, TunGuest
 
+from agent_box.netstack import plane as plane_module
 from agent_box.netstack.opening import Limits
 from agent_box.netstack.reports import Denied, Limited, Revoked
 
@@ -484,6 +486,39 @@ def _many(net: Make, echoing: Server, count: int) -> None:
 
 def test_many_flows(net: Make, echoing: Server) -> None:
     _many(net, echoing, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_five_thousand_flows(net: Make, echoing: Server) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 16_000:
+        pytest.skip(f"this account may have {before[1]} descriptors, and the test needs 16,000")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    try:
+        _many(net, echoing, 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_an_idle_flow_takes_little_memory(net: Make, echoing: Server) -> None:
+    plane = net(here(f"app.test:{echoing.port}"))
+    address = plane.address("app.test")
+    plane.connect(address, echoing.port).close()
+    tracemalloc.start()
+    try:
+        open_ones = [plane.connect(address, echoing.port) for _ in range(200)]
+        for sock in open_ones:
+            round_trip(sock)
+        plane.late += 30  # timers that nobody needs any more
+        plane.do(lambda p: p.run())
+        ours = tracemalloc.Filter(True, str(Path(plane_module.__file__).parent / "*"))
+        taken = tracemalloc.take_snapshot().filter_traces([ours])
+    finally:
+        tracemalloc.stop()
+    assert sum(trace.size for trace in taken.traces) / len(open_ones) < 3072
+    for sock in open_ones:
+        sock.close()
 
 
 # -- what the policy does to flows

@@ -36,8 +36,14 @@ def test_many_kinds_are_told_by_their_rule() -> None:
     assert sum(report.count for report in told if isinstance(report, Denied)) == 100_000
 
 
-def test_a_revocation_is_told_each_time() -> None:
+def test_revocations_are_gathered_too() -> None:
     told: list[Report] = []
-    flow = Flow(name="a.test", address=None, port=1, protocol="tcp", hello="unread", sni=None)
-    Reporter(told.append).revoke(NO, flow)
-    assert told == [Revoked("mode:allowlist", NO.why, "a.test", None, 1, "tcp")]
+    reporter = Reporter(told.append)
+    for number in range(5000):
+        name = f"{number}.test"
+        flow = Flow(name=name, address=None, port=1, protocol="tcp", hello="unread", sni=None)
+        reporter.revoke(NO, flow, 0.0)
+    assert told[0] == Revoked("mode:allowlist", NO.why, "0.test", None, 1, "tcp", 1)
+    assert len(told) < 100
+    reporter.flush(11.0)
+    assert sum(report.count for report in told) == 5000 == reporter.denied
