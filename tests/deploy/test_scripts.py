@@ -9,8 +9,22 @@ from pathlib import Path
 import pytest
 from support.source import ROOT
 
-SCRIPTS = [".ci/run", "deploy/install", "deploy/packages.sh", "deploy/test", "deploy/typecheck"]
-COMMANDS = [".ci/run", "deploy/docs.py", "deploy/install", "deploy/test", "deploy/typecheck"]
+SCRIPTS = [
+    ".ci/run",
+    "deploy/install",
+    "deploy/packages.sh",
+    "deploy/quickstart",
+    "deploy/test",
+    "deploy/typecheck",
+]
+COMMANDS = [
+    ".ci/run",
+    "deploy/docs.py",
+    "deploy/install",
+    "deploy/quickstart",
+    "deploy/test",
+    "deploy/typecheck",
+]
 
 
 def run(*command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -46,7 +60,7 @@ def test_help_tells_how_it_is_used() -> None:
     assert "deploy/test [--slow] [PYTEST_ARGUMENTS...]" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["deploy/test", "deploy/install"])
+@pytest.mark.parametrize("command", ["deploy/test", "deploy/install", "deploy/quickstart"])
 def test_missing_packages_are_named_when_root_is_out_of_reach(command: str, tmp_path: Path) -> None:
     for name, does in (("dpkg-query", "echo not-installed"), ("sudo", "exit 1")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")

@@ -1,0 +1,306 @@
+"""The main job, shown: a coding agent in an instance changes a repository through the broker.
+
+Run by `deploy/quickstart`, with the Python that agent-box is installed in. The model is a
+scripted one and the forge is this machine; both stand behind TLS on loopback, with keys that
+are made for this run and that the guest never sees. Everything lies below
+~/.local/share/agent-box/quickstart, and nothing of the operator's own agent-box is touched.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+HERE: Final = Path(__file__).resolve().parent
+NAME: Final = "demo"
+REPOSITORY: Final = "demo/hello"
+BINARY: Final = Path(sys.executable).with_name("agent-box")
+CONFIG: Final = """\
+version = 1
+
+[engine]
+{accel}
+[defaults]
+profile = "demo"
+
+[profiles.demo]
+image = "base"
+harness = "codex"
+cpus = 2
+memory = "2G"
+disk = "4G"
+policy = "demo"
+bindings = ["forge", "model"]
+
+[policies.demo]
+mode = "allowlist"
+
+[bindings.model]
+upstream = "https://127.0.0.1:{model}"
+kind = "openai"
+credential = "demo-model"
+ca_file = "loopback.pem"
+allow_reserved = true
+routes = [{{ path = "/v1/", match = "prefix", methods = ["GET", "POST"] }}]
+
+[bindings.forge]
+upstream = "https://127.0.0.1:{forge}"
+kind = "git-basic"
+credential = "demo-forge"
+basic_user = "demo"
+ca_file = "loopback.pem"
+allow_reserved = true
+repos = [{{ name = "{repository}", push = true }}]
+"""
+PROMPT: Final = """\
+Greet in the repository, and push that as a branch of this instance.
+$ cd ~/work && rm -rf hello && git clone -q https://127.0.0.1:{forge}/{repository} hello && ls hello
+$ cd ~/work/hello && echo 'Hello from inside the machine.' >>README.md && git diff --stat
+$ cd ~/work/hello && git config user.name agent && git config user.email agent@example.com \
+&& git commit -qam 'Greet' && git push -q origin HEAD:refs/heads/agent-box/demo/greeting 2>&1
+$ curl -sS --max-time 5 https://example.com 2>&1 | head -1
+$ curl -sS --max-time 5 http://127.0.0.1:{model}/ 2>&1 | head -1
+"""
+
+
+class Demo:
+    """One showing."""
+
+    def __init__(self) -> None:
+        self.base = Path.home() / ".local/share/agent-box/quickstart"
+        for name in ("config/agent-box", "state", "private", "forge", "run"):
+            (self.base / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+        runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+        self.env = {
+            "HOME": str(Path.home()),
+            "PATH": f"{BINARY.parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+            "LANG": "C.UTF-8",
+            "XDG_CONFIG_HOME": str(self.base / "config"),
+            "XDG_STATE_HOME": str(self.base / "state"),
+            "XDG_RUNTIME_DIR": f"{runtime}/agent-box-quickstart" if runtime else self._runtime(),
+        }
+        Path(self.env["XDG_RUNTIME_DIR"]).mkdir(mode=0o700, exist_ok=True)
+        for name, value in os.environ.items():
+            if name.lower() in ("http_proxy", "https_proxy", "no_proxy") or name.startswith("npm_"):
+                self.env[name] = value
+        self.began = time.monotonic()
+
+    def _runtime(self) -> str:
+        """Sockets need a short path; the last run's is used again."""
+        return str(self.base / "run")
+
+    # ------------------------------------------------------------------ the steps
+
+    def show(self) -> int:
+        """Raises Failed."""
+        keys = self._keys()
+        model_words = ("--key-file", keys["model"], "--log", str(self.base / "model.log"))
+        forge_words = (str(self._repository()), "--token-file", keys["forge"])
+        with (
+            self._server("scripted_model.py", *model_words) as model,
+            self._server("local_forge.py", *forge_words) as forge,
+        ):
+            self._configure(model, forge)
+            self._images()
+            self._instance(keys)
+            self._job(model, forge)
+            self._results(keys)
+        return 0
+
+    def _images(self) -> None:
+        self.say("images: what the instance boots, and codex")
+        held = self.verb("image", "list")
+        if not any(image["variant"] == "base" for image in held["images"]):
+            self.run("image", "build", "base", "--harness", "codex")
+        elif not any(layer["harness"] == "codex" for layer in held["layers"]):
+            self.run("image", "build", "--harness", "codex")
+
+    def _instance(self, keys: dict[str, str]) -> None:
+        self.say("credentials: into the store, from stdin")
+        for name in ("model", "forge"):
+            self.verb("secret", "set", f"demo-{name}", stdin=Path(keys[name]).read_text())
+        names = {row["name"]: row for row in self.verb("list")["instances"]}
+        if NAME in names:
+            self.say("instance: the last one goes")
+            self.verb("delete", NAME, "--force")
+        self.say("instance: create and start")
+        self.verb("create", NAME)
+        self.run("start", NAME)
+
+    def _job(self, model: int, forge: int) -> None:
+        self.say("the job: codex, driven by a SCRIPTED model on this machine")
+        prompt = PROMPT.format(model=model, forge=forge, repository=REPOSITORY)
+        self.run("run", NAME, "--timeout", "300", "--prompt", "-", stdin=prompt)
+
+    def _results(self, keys: dict[str, str]) -> None:
+        branch = "agent-box/demo/greeting"
+        bare = str(self.base / "forge" / f"{REPOSITORY}.git")
+        self.say(f"the commit that arrived at the forge, on {branch}")
+        subprocess.run(["git", "-C", bare, "log", "--stat", "-1", branch], check=True)
+        self.say("what was denied, and what the harness was allowed")
+        entries = self.verb("logs", NAME)["events"]
+        for entry in entries:
+            if entry["kind"] in ("flow-denied", "name-denied", "permission-allowed") or (
+                "denied" in entry["kind"]
+            ):
+                print(f"  {entry['source']}: {entry['kind']} {json.dumps(entry['facts'])}")
+        self.say("usage, counted by the broker")
+        self.run("usage", NAME)
+        self.say("the credentials, looked for in the guest: files, environments, memory")
+        for name, file in keys.items():
+            self._absent(name, Path(file).read_text().strip())
+
+    def _absent(self, name: str, secret: str) -> None:
+        """Its second half is looked for, so that the search does not find itself."""
+        half = secret[len(secret) // 2 :]
+        pattern = f"[{half[0]}]{half[1:]}"
+        script = f"grep -rslaE '{pattern}' /home /tmp /run /etc /proc/*/environ 2>/dev/null | wc -l"
+        done = subprocess.run(
+            [BINARY, "exec", NAME, "--user", "root", "--", "bash", "-c", script],
+            env=self.env, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode or done.stdout.strip() != "0":
+            raise Failed(f"the credential {name} may be in the guest: {done.stdout}{done.stderr}")
+        print(f"  {name}: not found")
+
+    # ------------------------------------------------------------------ what stands in
+
+    def _keys(self) -> dict[str, str]:
+        """Made for this run, or kept from the last, so that the store's fit."""
+        made = {}
+        for name in ("model", "forge"):
+            file = self.base / "private" / name
+            if not file.exists():
+                file.touch(mode=0o600)
+                file.write_text(f"sk-demo-{secrets.token_hex(24)}")
+            made[name] = str(file)
+        return made
+
+    def _repository(self) -> Path:
+        root = self.base / "forge"
+        bare = root / f"{REPOSITORY}.git"
+        if not bare.exists():
+            work = self.base / "first"
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir()
+            (work / "README.md").write_text("# hello\n")
+            who = ["-c", "user.name=demo", "-c", "user.email=demo@example.com"]
+            for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-qm", "First"]):
+                subprocess.run(["git", *who, *words], cwd=work, check=True)
+            subprocess.run(["git", "clone", "-q", "--bare", str(work), str(bare)], check=True)
+            subprocess.run(
+                ["git", "-C", str(bare), "config", "http.receivepack", "true"], check=True
+            )
+        link = root / REPOSITORY
+        if not link.exists():
+            link.symlink_to(bare)
+        return root
+
+    @contextmanager
+    def _server(self, program: str, *words: str) -> Iterator[int]:
+        cert, key = self._certificate()
+        port = self.base / f"{program}.port"
+        wanted = port.read_text() if port.exists() else "0"
+        command = [sys.executable, str(HERE / program), *words, "--tls", cert, key]
+        process = subprocess.Popen([*command, "--port", wanted], stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise Failed(f"{program} did not start")
+            port.write_text(line.strip())
+            yield int(line)
+        finally:
+            process.terminate()
+            process.wait()
+
+    def _certificate(self) -> tuple[str, str]:
+        """A certificate for 127.0.0.1 that signs itself; the config trusts it and no other."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import NameOID
+
+        cert = self.base / "config/agent-box/loopback.pem"
+        file = self.base / "private/loopback.key"
+        if cert.exists() and file.exists():
+            return str(cert), str(file)
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "agent-box quickstart")])
+        now = datetime.datetime.now(datetime.UTC)
+        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        made = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=365))
+            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        file.touch(mode=0o600)
+        pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+        file.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+        cert.write_bytes(made.public_bytes(pem))
+        return str(cert), str(file)
+
+    def _configure(self, model: int, forge: int) -> None:
+        accel = "" if os.access("/dev/kvm", os.R_OK | os.W_OK) else 'accel = "tcg"\n'
+        text = CONFIG.format(accel=accel, model=model, forge=forge, repository=REPOSITORY)
+        (self.base / "config/agent-box/config.toml").write_text(text)
+
+    # ------------------------------------------------------------------ below
+
+    def say(self, text: str) -> None:
+        print(f"\n== {time.monotonic() - self.began:5.1f} s  {text}", flush=True)
+
+    def run(self, *words: str, stdin: str | None = None) -> None:
+        """A verb, shown as a person would see it. Raises Failed."""
+        print(f"$ agent-box {' '.join(words)}", flush=True)
+        done = subprocess.run([BINARY, *words], env=self.env, input=stdin, text=True, check=False)
+        if done.returncode:
+            raise Failed(f"agent-box {words[0]} exited {done.returncode}")
+
+    def verb(self, *words: str, stdin: str = "") -> dict[str, Any]:
+        """A verb's result. Raises Failed."""
+        done = subprocess.run(
+            [BINARY, *words, "--json"], env=self.env, input=stdin, stdout=subprocess.PIPE,
+            text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise Failed(f"agent-box {' '.join(words)} exited {done.returncode}")
+        found: dict[str, Any] = json.loads(done.stdout)["result"]
+        return found
+
+
+class Failed(Exception):
+    """One line."""
+
+
+def main() -> int:
+    demo = Demo()
+    try:
+        demo.show()
+    except Failed as failed:
+        print(f"deploy/quickstart: {failed}", file=sys.stderr)
+        return 1
+    demo.say("done. The services go on: `agent-box daemon --stop` with this environment ends them")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
