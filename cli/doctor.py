@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from agent_box.bus.client import Client
     from agent_box.config.model import Config
     from agent_box.process.lock import Holder
+    from agent_box.registry.contract import Rows
 
 SYSTEM_HELPER: Final = Path("/run/agent-box/helper.sock")
 ANSWER_S: Final = 3.0  # for a service: long for one that works, short for a report
@@ -184,6 +185,23 @@ def _egress(config: Config) -> Line:
     if (problem := egress.problem()) is not None:
         return gap("egress", problem, "egress-unsafe", "look a name up")
     return ok("egress", value, "look a name up, load the config")
+
+
+def _public(registry: Client, rows: Rows) -> list[str]:
+    """The forwards that listen on more than loopback, of every instance that runs."""
+    from agent_box.registry.contract import Instance, Name
+
+    found = []
+    for row in rows.instances:
+        if row.state in ("running", "paused"):
+            told = registry.call("inspect", Name(name=row.name), deadline_s=ANSWER_S)
+            assert isinstance(told, Instance)
+            found += [
+                f"{row.name}:{each.guest_port} by {each.address}:{each.host_port}"
+                for each in told.forwards or ()
+                if each.public
+            ]
+    return found
 
 
 def _forgery() -> Line:
@@ -407,6 +425,9 @@ class _Daemon(NamedTuple):
                 yield note("instances", value, "instance-stray", "registry.list")
             elif "unknown" in counts:
                 yield note("instances", value, "instance-state-unknown", "registry.list")
+            elif public := _public(registry, rows):
+                value += f"; others reach {', '.join(public)}"
+                yield note("instances", value, "forward-public", "registry.inspect")
             else:
                 yield ok("instances", value, "registry.list")
 

@@ -106,6 +106,10 @@ NOTES: Final[dict[str, Name]] = {
         "The file system cannot punch holes: what a guest deletes frees nothing here.",
         "Put the state directory on ext4, xfs or btrfs.",
     ),
+    "forward-public": Name(
+        "A forward listens on an address that is not loopback: others can reach the guest's port.",
+        "`agent-box forward NAME --remove PORT`, if that is not meant.",
+    ),
     "helper-user-mode": Name(
         "Instances have no uid of their own and no cgroup limits.", "The system helper, later."
     ),

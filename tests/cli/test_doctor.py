@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.live import Live
 from support.until import until
@@ -571,3 +572,33 @@ def test_every_gap_of_the_helper_is_declared() -> None:
 def test_every_gap_of_the_walls_is_declared() -> None:
     given = set(re.findall(r'Gap\(\s*"([a-z-]+)"', inspect.getsource(confine)))
     assert given and given <= gaps.GAPS.keys()
+
+
+def test_public_forwards_are_told() -> None:
+    from types import SimpleNamespace
+
+    from support.registries import World, create
+
+    from agent_box.netstack.contract import Forward
+    from agent_box.registry.contract import Rows
+    from agent_box.registry.life import Life
+
+    world = World(surrounded=True)
+    core = world.core()
+    row = world.play(core.create(create("web1"), id="a" * 32, now_ms=1))
+    life = Life(core)
+    world.play(life.start("web1", now_ms=2))
+    world.play(life.drive("a" * 32))
+    found = world.play(core.inspect("web1", now_ms=3))
+    forwards = [
+        Forward(address="192.0.2.1", host_port=80, guest_port=3000, public=True),
+        Forward(address="127.0.0.1", host_port=81, guest_port=3001, public=False),
+    ]
+    told = msgspec.structs.replace(found, forwards=forwards)
+    asked = SimpleNamespace(call=lambda *_, **__: told)
+    rows = Rows(
+        instances=[msgspec.structs.replace(row, state=state) for state in ("running", "stopped")],
+        problems=[],
+        strays=[],
+    )
+    assert doctor._public(asked, rows) == ["web1:3000 by 192.0.2.1:80"]  # type: ignore[arg-type]
