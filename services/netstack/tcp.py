@@ -361,9 +361,11 @@ class Tcp:
         if length > self._shown:
             length = self._shown
             whole = False
-        if length and wire.held >= wire.memory and self.holding:
-            length = 0
-            whole = False
+        if length and wire.held >= wire.memory:
+            # Nothing, or a little for one that holds nothing, so that each gets on.
+            most = 0 if self.holding else SMALL
+            whole = whole and length <= most
+            length = min(length, most)
         if length and payload is not None:
             if self.arrived is None:
                 self.arrived = []
