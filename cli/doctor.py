@@ -206,8 +206,8 @@ def _public(registry: Client, rows: Rows) -> list[str]:
 
 def _forgery() -> Line:
     value = (
-        "a bad frame of a guest is the event forgery-refused of `agent-box logs`; "
-        "no nonces are given out yet"
+        "in `agent-box logs`: forgery-refused for a bad frame of a guest, nonce-refused for "
+        "a wrong nonce"
     )
     return ok("forgery", value, "design")
 

@@ -48,6 +48,7 @@ from agent_box.config.errors import ConfigError
 from agent_box.config.load import ca_path, load
 from agent_box.config.model import Binding
 from agent_box.process.skeleton import CannotServe, Context, Service
+from agent_box.process.tasks import TaskSet
 from agent_box.registry.contract import Note
 from agent_box.store.contract import Reveal, Revealed
 
@@ -116,7 +117,7 @@ class Broker:
             day=lambda: time.time_ns() // 1_000_000 // DAY_MS,
             resolve=resolver,
             log=context.log,
-            tasks=context.tasks,
+            tasks=TaskSet(context.log),  # a defect ends one exchange, and is logged
         )
         self.outcomes = None
         self.handlers: Mapping[str, Handler | StreamHandler] = {
