@@ -132,7 +132,8 @@ def screenful(env: dict[str, str], size: int) -> dict[str, float]:
     argv = ["exec", "web1", "--tty", "--", "sh", "-c", f"yes some text | head -c {size}"]
     begun = time.monotonic()
     with Person(argv, env | {"TERM": "xterm-256color"}) as person:
-        while person.look(60):
+        while person.process.poll() is None:
+            person.look(0.05)
             person.seen = b""
         person.end()
     return {"MB/s": round(size / MB / (time.monotonic() - begun), 1)}
