@@ -123,7 +123,9 @@ class Demo:
         held = self.verb("image", "list")
         if not any(image["variant"] == "base" for image in held["images"]):
             self.run("image", "build", "base", "--harness", "codex")
-        elif not any(layer["harness"] == "codex" for layer in held["layers"]):
+            return
+        self.run("image", "build", "base", "--guest")  # the guest's code may have changed
+        if not any(layer["harness"] == "codex" for layer in held["layers"]):
             self.run("image", "build", "--harness", "codex")
 
     def _instance(self, keys: dict[str, str]) -> None:

@@ -5,8 +5,9 @@ packages=(
   python3 python3-venv bubblewrap libseccomp2 ca-certificates
   qemu-system-x86 e2fsprogs # machines and their data disks
   mmdebstrap erofs-utils uidmap debian-archive-keyring # images are built by these
-  npm # fetches the packages of harnesses
 )
+# It fetches the packages of harnesses; one that is there already will do.
+command -v npm >/dev/null || packages+=(npm)
 python=/usr/bin/python3 # the system's own: others may lie where another account cannot read
 
 # Installs the packages that are missing, by sudo where that may ask or need not.
