@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import brokering as b
 from support.source import ROOT
 
-from agent_box.broker import forward, git, nonces
+from agent_box.broker import forward, git, kinds, nonces
 from agent_box.broker.gate import (
     _SEAL,
     Answer,
@@ -26,7 +26,7 @@ from agent_box.broker.gate import (
 from agent_box.broker.head import Head, parse
 from agent_box.broker.lfs import Issued
 from agent_box.broker.refusal import Reason, Refuse
-from agent_box.config.model import Binding, Repo, Upstream
+from agent_box.config.model import Binding, Repo, Route, Upstream
 from agent_box.process.secret import Secret
 
 OTHER = "f" * 32
@@ -278,6 +278,16 @@ def test_the_credential_is_revealed_in_few_places() -> None:
     assert makes == {"gate.py"}
     assert {"gate.py", "forward.py"} <= reveals
     assert "adapter.py" not in reveals
+
+
+@pytest.mark.parametrize("kind", kinds.UNBUILT)
+def test_a_kind_that_is_not_built_is_refused(kind: str) -> None:
+    case = sound("anthropic", routes=(Route(path="/", match="prefix", methods=("POST",)),))
+    assert isinstance(case.judge(), Inject)
+    binding_with(case, kind=kind)
+    refused = case.judge()
+    assert isinstance(refused, Refuse)
+    assert refused.status == 501
 
 
 def test_insecure_opens_http_and_nothing_else() -> None:
