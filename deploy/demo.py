@@ -25,6 +25,7 @@ from typing import Any, Final
 HERE: Final = Path(__file__).resolve().parent
 NAME: Final = "demo"
 REPOSITORY: Final = "demo/hello"
+BRANCH: Final = "agent-box/demo/greeting"  # below the namespace of the instance
 BINARY: Final = Path(sys.executable).with_name("agent-box")
 CONFIG: Final = """\
 version = 1
@@ -68,7 +69,7 @@ Greet in the repository, and push that as a branch of this instance.
 $ cd ~/work && rm -rf hello && git clone -q https://127.0.0.1:{forge}/{repository} hello && ls hello
 $ cd ~/work/hello && echo 'Hello from inside the machine.' >>README.md && git diff --stat
 $ cd ~/work/hello && git config user.name agent && git config user.email agent@example.com \
-&& git commit -qam 'Greet' && git push -q origin HEAD:refs/heads/agent-box/demo/greeting 2>&1
+&& git commit -qam 'Greet' && git push -q origin HEAD:refs/heads/{branch} 2>&1
 $ curl -sS --max-time 5 https://example.com 2>&1 | head -1
 $ curl -sS --max-time 5 http://127.0.0.1:{model}/ 2>&1 | head -1
 """
@@ -142,14 +143,17 @@ class Demo:
 
     def _job(self, model: int, forge: int) -> None:
         self.say("the job: codex, driven by a SCRIPTED model on this machine")
-        prompt = PROMPT.format(model=model, forge=forge, repository=REPOSITORY)
+        prompt = PROMPT.format(model=model, forge=forge, repository=REPOSITORY, branch=BRANCH)
         self.run("run", NAME, "--timeout", "300", "--prompt", "-", stdin=prompt)
 
     def _results(self, keys: dict[str, str]) -> None:
-        branch = "agent-box/demo/greeting"
         bare = str(self.base / "forge" / f"{REPOSITORY}.git")
-        self.say(f"the commit that arrived at the forge, on {branch}")
-        subprocess.run(["git", "-C", bare, "log", "--stat", "-1", branch], check=True)
+        self.say(f"the commit that arrived at the forge, on {BRANCH}")
+        shown = subprocess.run(
+            ["git", "-C", bare, "log", "--stat", "-1", BRANCH, "--"], check=False
+        )
+        if shown.returncode:
+            raise Failed("the commit did not arrive at the forge")
         self.say("what was denied, and what the harness was allowed")
         entries = self.verb("logs", NAME)["events"]
         for entry in entries:
@@ -204,6 +208,10 @@ class Demo:
             subprocess.run(
                 ["git", "-C", str(bare), "config", "http.receivepack", "true"], check=True
             )
+        # what is shown at the end is what this run pushed, and nothing that lay there
+        subprocess.run(
+            ["git", "-C", str(bare), "update-ref", "-d", f"refs/heads/{BRANCH}"], check=True
+        )
         link = root / REPOSITORY
         if not link.exists():
             link.symlink_to(bare)
