@@ -20,8 +20,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from agent_box.guest import disk, environment, processes, streams, system
+from agent_box.guest import claims, disk, environment, processes, streams, system
 from agent_box.guest.control import Action, Session
+from agent_box.guest.events import Events, Watch
 from agent_box.guest.harness import Harnesses
 from agent_box.guest.hook import Hook
 from agent_box.guest.loop import Loop
@@ -64,6 +65,9 @@ class Agent:
         self._off = False
         self._terminals = Terminals(self._loop, self._surroundings)
         self._harnesses = Harnesses(self._loop, self._surroundings)
+        self._events = Events(self._loop)
+        self._events.phase("serves")
+        self._watch = Watch(self._loop, self._events, disk.DATA)
         self._hook: Hook | None = None  # of this provisioning, when this process began it
         self._hook_waits: list[_Stream] = []
         self._asking: _Stream | None = None  # whose operation is being done
@@ -73,6 +77,7 @@ class Agent:
             CONTROL_PORT: self._control,
             streams.PORT: self._terminals.serve,
             streams.HARNESS_PORT: self._harnesses.serve,
+            claims.EVENTS_PORT: self._events.serve,
         }
         for port, listener in inherited.listeners.items():
             accept = _accepting(listener, served.get(port, _nobody))
@@ -138,6 +143,7 @@ class Agent:
                 stream.answer(self._hook_ended())
         self._terminals.settled()
         self._harnesses.settled()
+        self._events.phase("hook")
 
     def _hook_ended(self) -> dict[str, Any]:
         if self._hook is None:
@@ -167,6 +173,8 @@ class Agent:
         if exported is not None:
             self.provision["exported"] = exported
         _keep(self.provision)
+        if not again:
+            self._events.phase("provisioned")
         if not (again and self._hook is not None):
             self._begin_hook(self.provision)
         return {"off_ns": off, "now_ns": time.time_ns()}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from typing import Final
 
 READ_MAX: Final = 1 << 16  # bytes that are read of a program at once
+SURE_MAX: Final = 1 << 20  # bytes that wait for a program that does not read, left by callers
 
 
 class Output:
@@ -79,6 +80,7 @@ class Input:
     """What was typed and not yet written to the program."""
 
     def __init__(self) -> None:
+        self._sure = bytearray()  # counts as taken; goes to the program first
         self._held = bytearray()
         self.taken = 0
         self.ending = False  # nothing comes after what is held
@@ -115,12 +117,29 @@ class Input:
 
     def waiting(self, most: int = 1 << 16) -> bytes:
         """The next bytes for the program."""
-        return bytes(self._held[:most])
+        return bytes((self._sure or self._held)[:most])
 
     def took(self, count: int) -> None:
-        del self._held[:count]
-        self.taken += count
+        """The program has so many of what `waiting` gave."""
+        if self._sure:
+            del self._sure[:count]
+        else:
+            del self._held[:count]
+            self.taken += count
+
+    def discard(self) -> None:
+        """Somebody comes and sends again what was not taken."""
+        self._held.clear()
+        self.ending = False
+
+    def commit(self) -> None:
+        """Whoever typed it has left and sends nothing again, so it counts as taken now."""
+        if len(self._sure) < SURE_MAX:
+            self._sure += self._held
+        self.taken += len(self._held)
+        self._held.clear()
 
     def drop(self) -> None:
         """The program takes no more: what waits for it, and what will come, counts as taken."""
+        self._sure.clear()
         self.took(len(self._held))

@@ -116,6 +116,7 @@ class Program:
         if before is not None:
             before.finish({"how": "taken", "status": None, "signal": None})
         self._held = True
+        self.input.discard()
         self._cancel()
         if size is not None:
             self.resize(*size)
@@ -129,6 +130,7 @@ class Program:
             return
         self.attachment = None
         if for_good:
+            self.input.commit()
             self._leave()
         elif self.ended is None:
             self._timers.append(self._loop.later(HOLD_S, self._leave))

@@ -21,6 +21,7 @@ from agent_box.bus.server import Call, Handler, StreamHandler
 from agent_box.channel import guests, provisioning
 from agent_box.channel.contract import Guest, Provision, Provisioned
 from agent_box.channel.control import clock, hook_end
+from agent_box.channel.events import Claim, Listener
 from agent_box.channel.guests import Forged, Link
 from agent_box.channel.harness import Harnesses
 from agent_box.channel.keeper import EVERY_S, LOOK_S, Clocks, Jumps, Kept
@@ -63,6 +64,7 @@ class Channel:
         self._forgeries: dict[str, tuple[float, int]] = {}  # instance: until when, how many
         self._dials = guests.dials(context.paths.runtime)
         self._desk = Desk(self, self._dials, context.tasks)
+        self._listener = Listener(self._dials, context.tasks, self._on_record, self.forged)
         self._frozen: set[str] = set()  # instances that were paused under us
         self._harnesses = Harnesses(
             context.data, self._dials, self.boot_of, context.tasks, self._claimed, context.log
@@ -86,6 +88,8 @@ class Channel:
         self._context.tasks.spawn(self._notes.run(), name="notes")
         self._harnesses.start()
         self._context.tasks.spawn(self._when_asked_to_end(), name="end")
+        for instance, boot in self._kept.boots.items():
+            self._listener.begin(instance, boot)
 
     async def _when_asked_to_end(self) -> None:
         await self._context.server.drain_asked.wait()
@@ -133,6 +137,7 @@ class Channel:
         self._frozen.discard(request.instance)
         self._kept.add(request.instance, request.boot)
         self.note(request.instance, "guest-ready", {"boot": request.boot, "skew_ms": skew})
+        self._listener.begin(request.instance, request.boot)
         if hook is not None and hook.required:
             why = await self._hooked(request, max(0.0, until - self._now()))
             if why is not None:
@@ -156,6 +161,7 @@ class Channel:
         link = self._link(request.instance, request.boot)
         self._kept.drop(request.instance, request.boot)
         self._frozen.discard(request.instance)
+        self._listener.end(request.instance)
         self._desk.leave(request.instance)
         self._harnesses.left(request.instance)
         try:
@@ -336,6 +342,20 @@ class Channel:
         self._notes.put(
             Note(event_id=id, instance=instance, source="agent-reported", kind=kind, facts=facts)
         )
+
+    async def _on_record(self, instance: str, claim: Claim, event_id: bytes) -> None:
+        """Raises Refusal: it is not on record, and the guest shall keep it."""
+        note = Note(
+            event_id=event_id,
+            instance=instance,
+            source="guest-channel",
+            kind=claim.kind,
+            facts=dict(claim.facts),
+        )
+        try:
+            await self._send(note)
+        except Refusal as refusal:
+            raise Refusal(Reason.UNAVAILABLE, refusal.message) from None
 
     async def _send(self, note: Note) -> None:
         await self._context.client("registry").call("note", note, deadline_s=NOTE_S)

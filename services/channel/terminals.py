@@ -260,7 +260,9 @@ class Desk:
             tie.sock.close()
             return
         tie.unsent += streams.leave()
-        self._tasks.spawn(tie.depart(), name="depart")
+        sock = tie.sock
+        departing = self._tasks.hold(tie.depart(), name="depart")
+        departing.add_done_callback(lambda _: sock.close())  # cancelled before its start, too
 
     async def _is_gone(self, instance: str, boot: int) -> bool:
         """Whether the machine has ended, rather than a stream of it."""
@@ -336,14 +338,12 @@ class _Tie:
             await asyncio.gather(*both, return_exceptions=True)
 
     async def depart(self) -> None:
-        """Says what is unsent, in bounded time, and closes."""
-        assert self.sock is not None
-        with self.sock:
-            try:
-                async with asyncio.timeout(DEPART_S):
-                    await self._flush()
-            except (OSError, TimeoutError):
-                pass  # the guest finds out by the stream's end
+        """Says what is unsent, in bounded time."""
+        try:
+            async with asyncio.timeout(DEPART_S):
+                await self._flush()
+        except (OSError, TimeoutError):
+            pass  # the guest finds out by the stream's end
 
     async def _guarded(self, work: Awaitable[None]) -> None:
         """Whatever it raises is the stream's outcome, and no other stream's."""

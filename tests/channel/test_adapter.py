@@ -16,6 +16,7 @@ from support.guests import ID, OTHER, FakeClocks, Good, Scene, Serve
 from agent_box.bus.errors import Reason, Refusal
 from agent_box.channel import adapter
 from agent_box.channel.contract import Hook
+from agent_box.guest.claims import Said
 from agent_box.guest.wire import VERSION, Kind, encode, pack
 
 HELLO = {
@@ -61,6 +62,36 @@ def test_a_guest_is_given_all_of_it(tmp_path: Path) -> None:
         assert good.asked[0]["boot"] == 7 and good.asked[0]["hostname"] == "work"
         await soon("noted", lambda: scene.noted("guest-ready"))
         assert scene.noted("guest-ready")[0]["boot"] == 7
+
+    played(tmp_path, play)
+
+
+def test_what_a_guest_tells_is_on_record_before_it_is_seen(tmp_path: Path) -> None:
+    seen: list[bytes] = []
+
+    async def tells(sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        facts = {"process": "x", "pid": 7, "dropped": 0}
+        hello = pack(Said.HELLO, 0, {"versions": [1], "run": "0" * 16})
+        event = pack(Said.EVENT, 1, {"number": 1, "kind": "guest-oom", "facts": facts})
+        await loop.sock_sendall(sock, hello + event)
+        while data := await loop.sock_recv(sock, 65536):
+            seen.append(data)
+
+    async def lies(sock: socket.socket) -> None:
+        await asyncio.get_running_loop().sock_sendall(sock, b"\xff" * 9)
+
+    async def play(scene: Scene) -> None:
+        scene.guests[ID] = Good()
+        scene.tellers[ID] = tells
+        await scene.provision()
+        await soon("seen", lambda: b'"number":1' in b"".join(seen))
+        assert scene.noted("guest-oom") == [{"process": "x", "pid": 7, "dropped": 0}]
+        scene.guests[OTHER] = Good()
+        scene.tellers[OTHER] = lies
+        await scene.provision(OTHER)
+        await soon("noted", lambda: scene.noted("forgery-refused"))
+        assert scene.noted("forgery-refused")[0]["port"] == 5002
 
     played(tmp_path, play)
 

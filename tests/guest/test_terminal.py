@@ -357,6 +357,33 @@ def test_a_terminal_lives_on_and_keeps_what_it_showed(house: House) -> None:
     assert again.status() == 0 and b"got it" in again.out[0]
 
 
+def test_what_was_typed_and_not_taken_is_kept_of_who_left_and_sent_again_else(
+    house: House,
+) -> None:
+    script = "stty raw -echo; echo up; sleep 0.5; head -c 60000 | sha256sum"
+    data = os.urandom(60_000)
+    host = house.host().open("terminal", "a", "sh", "-c", script)
+    host.until(lambda h: b"up" in h.out[0])
+    host.type(data[:30_000])
+    for _ in range(3):
+        host.turn()
+    host.close()  # broken: what was not taken is sent again
+    again = house.host().open("terminal", "a", new=False)
+    again.until(lambda h: h.opened)
+    assert again.taken < 30_000
+    again.type(data[again.taken : 50_000], again.taken)
+    for _ in range(3):
+        again.turn()
+    again.send(streams.leave())  # left: nobody sends it again
+    again.until(lambda h: h.over)
+    third = house.host().open("terminal", "a", new=False)
+    third.until(lambda h: h.opened)
+    assert third.taken == 50_000
+    third.type(data[50_000:], 50_000)
+    assert third.status() == 0
+    assert hashlib.sha256(data).hexdigest().encode() in third.out[0]
+
+
 def test_a_terminal_that_nobody_watches_runs_on(house: House, tmp_path: Path) -> None:
     put_out = "head -c 5000000 /dev/zero | tr '\\0' x"
     script = f"echo up; read x; {put_out}; echo; echo > {tmp_path}/done; echo last; sleep 1000"

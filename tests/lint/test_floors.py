@@ -19,6 +19,7 @@ FLOORS: dict[str, set[str]] = {
         "config",
         "guest.wire",
         "guest.streams",
+        "guest.claims",
     },  # both ends cut the same frames
     "store": {"bus", "process", "config"},
     "engine": {"bus", "process", "config"},

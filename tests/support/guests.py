@@ -18,6 +18,7 @@ from agent_box.channel.contract import Guest as GuestName
 from agent_box.channel.contract import Hook, Provision
 from agent_box.channel.keeper import Clocks
 from agent_box.engine.contract import Dial
+from agent_box.guest.claims import EVENTS_PORT
 from agent_box.guest.control import Session
 from agent_box.process.log import Log
 from agent_box.process.tasks import TaskSet
@@ -98,6 +99,7 @@ class Scene:
     def __init__(self, root: Path, clocks: FakeClocks) -> None:
         self.clocks = clocks
         self.guests: dict[str, Serve | Refusal] = {}
+        self.tellers: dict[str, Serve | Refusal] = {}  # those of their events
         self.dialled: list[str] = []
         self.notes: list[tuple[str, dict[str, Any]]] = []
         self.failed: list[str] = []
@@ -129,8 +131,11 @@ class Scene:
         self.notes.append((note.kind, note.facts))
 
     async def _dial(self, request: Dial) -> int:
-        self.dialled.append(request.instance)
-        serve = self.guests.get(request.instance)
+        if request.port == EVENTS_PORT:
+            serve = self.tellers.get(request.instance)
+        else:
+            self.dialled.append(request.instance)
+            serve = self.guests.get(request.instance)
         if serve is None:
             raise Refusal(Reason.UNAVAILABLE, "nobody", facts={"dial": "refused"})
         if isinstance(serve, Refusal):

@@ -61,6 +61,10 @@ class Command:
                 assert time.monotonic() < until, refusal
                 time.sleep(0.1)  # the service starts again, and nothing tells when it has
 
+    def once(self) -> Ended:
+        """Without coming back. Raises Refusal."""
+        return self._once(None, time.monotonic() + LONG_S)
+
     def _once(self, during: Callable[[Command], None] | None, until: float) -> Ended:
         request = Exec(
             new=not self.began,
