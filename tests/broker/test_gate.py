@@ -447,3 +447,22 @@ def test_a_second_repository_on_the_same_connection_is_judged_anew() -> None:
     assert isinstance(refused, Refuse)
     assert refused.reason is Reason.REPO
     assert Repo(name="org/third", push=False) not in b.REPOS
+
+
+def test_a_link_takes_no_query() -> None:
+    case = link()
+    resend(case, method="GET", path="/.agent-box/lfs/t0ken?x=1", more=b"")
+    refused = case.judge()
+    assert isinstance(refused, Refuse)
+    assert refused.reason is Reason.LFS_UNKNOWN
+
+
+def test_an_upgrade_is_to_a_websocket() -> None:
+    case = sound("anthropic", upgrade=True)
+    lines = b"Connection: upgrade\r\nUpgrade: "
+    resend(case, method="GET", path="/v1/files/x", more=lines + b"websocket\r\n")
+    assert isinstance(case.judge(), Inject)
+    resend(case, method="GET", path="/v1/files/x", more=lines + b"h2c\r\n")
+    refused = case.judge()
+    assert isinstance(refused, Refuse)
+    assert refused.reason is Reason.UPGRADE
