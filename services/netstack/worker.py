@@ -434,9 +434,9 @@ def main(arguments: list[str]) -> int:
     gc.freeze()
     try:
         os.write(ready, b"READY\n")
-        os.close(ready)
     except BrokenPipeError:
-        return 0  # who wanted us is gone
+        pass  # the shim is gone, and the machine's next one takes us over
+    os.close(ready)
     worker.run()
     return 0
 

@@ -61,7 +61,8 @@ class Jailed:
     def close(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.outer, 0)
-        os.close(self.ready)
+        if self.ready >= 0:
+            os.close(self.ready)
         self.listener.close()
 
 
@@ -117,3 +118,12 @@ def test_it_has_no_new_privileges_and_no_capability(jailed: Jailed) -> None:
     facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert (facts["NoNewPrivs"], facts["Seccomp"]) == ("1", "2")
     assert {int(facts[cap], 16) for cap in ("CapEff", "CapPrm", "CapBnd", "CapAmb")} == {0}
+
+
+def test_it_goes_on_when_the_shim_that_started_it_is_gone(jailed: Jailed) -> None:
+    os.close(jailed.ready)
+    jailed.ready = -1
+    talk = jailed.dial()
+    assert talk.next().version == control.VERSION
+    assert talk.ask(control.Up(n=1, boot=1, name="web", policy=policy())).n == 1
+    talk.sock.close()
