@@ -113,6 +113,8 @@ class Demo:
             self._server("local_forge.py", *forge_words) as forge,
         ):
             self._configure(model, forge)
+            if "--fresh" in sys.argv:  # services of the version before may still run
+                subprocess.run([BINARY, "daemon", "--stop"], env=self.env, check=False)
             self._images()
             self._instance(keys)
             self._job(model, forge)
