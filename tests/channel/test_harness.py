@@ -320,6 +320,7 @@ def test_a_guest_that_lost_the_harness(tmp_path: Path) -> None:
             _, end = await scene.rest()
             assert (end.how, end.code) == ("failed", "harness-exited")
             assert end.text.startswith("the guest lost the harness")
+        (tmp_path / "go").touch()  # the orphan ends, too
 
     played(tmp_path, play)
 
