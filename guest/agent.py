@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from agent_box.guest import claims, disk, environment, processes, streams, system
+from agent_box.guest import claims, disk, environment, files, processes, streams, system
 from agent_box.guest.control import Action, Session
 from agent_box.guest.events import Events, Watch
 from agent_box.guest.harness import Harnesses
@@ -163,10 +163,10 @@ class Agent:
         off = self._set_clock(fields)
         socket.sethostname(fields["hostname"])
         if self._disk.state == "ok":
-            files = fields["files"]
+            wanted = fields["files"]
             in_root(lambda: _settle(fields["hostname"], sudo=fields["sudo"]), uid=0)
-            if files:
-                in_root(lambda: write_files(files), uid=disk.AGENT_UID)
+            if wanted:
+                in_root(lambda: files.write(wanted), uid=disk.AGENT_UID)
         again = self.provision is not None and self.provision["boot"] == fields["boot"]
         exported = self.provision.get("exported") if again and self.provision else None
         self.provision = {k: v for k, v in fields.items() if k not in ("time_ns", "at_ns")}
@@ -339,41 +339,14 @@ def _keep(provision: dict[str, Any]) -> None:
 def _settle(hostname: str, *, sudo: bool) -> None:
     """Runs as root in the agent's root: what of /etc depends on the provisioning."""
     hosts = f"127.0.0.1 localhost\n127.0.1.1 {hostname}\n::1 localhost ip6-localhost\n"
-    _replace("/etc/hostname", f"{hostname}\n", 0o644)
-    _replace("/etc/hosts", hosts, 0o644)
+    files.replace("/etc/hostname", f"{hostname}\n", 0o644)
+    files.replace("/etc/hosts", hosts, 0o644)
     if sudo:
         os.makedirs(os.path.dirname(SUDOERS), mode=0o750, exist_ok=True)
-        _replace(SUDOERS, "agent ALL=(ALL:ALL) NOPASSWD: ALL\n", 0o440)
+        files.replace(SUDOERS, "agent ALL=(ALL:ALL) NOPASSWD: ALL\n", 0o440)
     else:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(SUDOERS)
-
-
-def write_files(files: list[dict[str, Any]]) -> None:
-    """Runs as the agent in the agent's root, so that no link of the agent's leads anywhere
-    where the agent could not write itself.
-
-    Raises:
-        OSError: a path outside of the agent's home, or what the kernel says.
-    """
-    for item in files:
-        path = os.path.normpath(item["path"])
-        if not path.startswith(disk.HOME + "/"):
-            raise OSError(f"{path} is not below {disk.HOME}")
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        _replace(path, item["content"], item["mode"] & 0o777)
-
-
-def _replace(path: str, content: str, mode: int) -> None:
-    """Puts a new file in the place of whatever lies there, a link or a pipe too."""
-    new = path + ".new"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(new)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(new, flags, 0o600), "w") as file:
-        os.fchmod(file.fileno(), mode)
-        file.write(content)
-    os.replace(new, path)
 
 
 def in_root(work: Callable[[], None], *, uid: int) -> None:

@@ -76,7 +76,7 @@ OPERATIONS: Final[Mapping[str, Mapping[str, Check]]] = {
         "boot": _count,
         "hostname": _hostname,
         "environment": _each(_object(name=_variable, value=_text)),
-        "files": _each(_object(path=_text, mode=_count, content=_text)),
+        "files": _each(_object(path=_text, mode=_count, content=_text, yields=_flag)),
         "harness": _maybe(_text),
         "hook": _maybe(_object(path=_text, expected=_flag)),
         "sudo": _flag,

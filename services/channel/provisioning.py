@@ -19,6 +19,7 @@ from agent_box.config import presets
 from agent_box.config.model import HARNESSES
 
 PRIVATE: Final = 0o600
+PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # of any guest
 GIT_CONFIG: Final = ".config/agent-box/git"  # below the agent's home
 _GIT_USER: Final = "agent-box"  # any will do: the nonce is the password
 
@@ -27,11 +28,17 @@ Environment = dict[str, str]
 
 @dataclass(frozen=True)
 class File:
-    """`path` is absolute, below the agent's home."""
+    """A file for the guest.
+
+    Attributes:
+        path: absolute, below the agent's home.
+        yields: the agent may make it its own: what it changed is left as it is.
+    """
 
     path: str
     mode: int
     content: str
+    yields: bool
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ def plan(nonces: Sequence[Nonce], harness: str | None, home: str) -> Plan:
             environment |= usual(first)
     git = [nonce for nonce in nonces if nonce.kind == "git-basic"]
     if git:
-        files.append(File(f"{home}/{GIT_CONFIG}", PRIVATE, "".join(map(_git, git))))
+        files.append(File(f"{home}/{GIT_CONFIG}", PRIVATE, "".join(map(_git, git)), yields=False))
         environment |= {
             "GIT_CONFIG_COUNT": "1",
             "GIT_CONFIG_KEY_0": "include.path",
@@ -70,8 +77,10 @@ def plan(nonces: Sequence[Nonce], harness: str | None, home: str) -> Plan:
         chosen = _first(nonces, preset.binding)
         if chosen is not None:
             environment |= preset.settings(chosen.endpoint, chosen.nonce)
+            if preset.path:
+                environment["PATH"] = ":".join([*preset.path, f"{home}/.local/bin", PATH])
             files += [
-                File(f"{home}/{file.path}", presets.MODE, file.content)
+                File(f"{home}/{file.path}", presets.MODE, file.content, yields=True)
                 for file in preset.configuration(chosen.endpoint, chosen.nonce)
             ]
     return Plan(environment, files)

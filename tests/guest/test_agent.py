@@ -15,7 +15,7 @@ import pytest
 
 from agent_box.channel.control import Session, refused
 from agent_box.guest import agent, disk, system
-from agent_box.guest.agent import Agent, write_files
+from agent_box.guest.agent import Agent
 from agent_box.guest.disk import Disk
 from agent_box.guest.ports import Inherited
 from agent_box.guest.wire import CONTROL_PORT, HOST_CID
@@ -176,7 +176,7 @@ def test_an_older_request_does_not_set_the_clock_back(guest: Guest) -> None:
 
 
 def test_files_are_written_as_the_agent(guest: Guest) -> None:
-    files = [{"path": "/home/agent/x", "mode": 0o600, "content": "a"}]
+    files = [{"path": "/home/agent/x", "mode": 0o600, "content": "a", "yields": True}]
     with guest.start().host() as host:
         host.ask("provision", {**PROVISION, "files": files})
     assert [uid for uid, _ in guest.work] == [0, disk.AGENT_UID]
@@ -242,39 +242,6 @@ def test_poweroff_is_answered_before_it_is_done(guest: Guest) -> None:
     with guest.start().host() as host:
         assert host.ask("poweroff", {})["ok"] is True
         assert guest.off.wait(10)
-
-
-@pytest.fixture
-def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(disk, "HOME", str(tmp_path))
-    return tmp_path
-
-
-def item(path: object, content: str = "new", mode: int = 0o640) -> dict[str, Any]:
-    return {"path": str(path), "mode": mode, "content": content}
-
-
-def test_files_replace_what_lies_there(home: Path) -> None:
-    elsewhere = home / "elsewhere"
-    elsewhere.write_text("old")
-    os.symlink(elsewhere, home / "link")
-    os.mkfifo(home / "pipe")
-    os.mkfifo(home / "pipe.new")
-    os.symlink(elsewhere, home / "link.new")
-    write_files(
-        [item(home / n) for n in ("link", "pipe", "a/b/c")] + [item(home / "set", mode=0o4755)]
-    )
-    assert elsewhere.read_text() == "old"
-    for name in ("link", "pipe", "a/b/c"):
-        assert (home / name).read_text() == "new" and not (home / name).is_symlink()
-        assert (home / name).stat().st_mode & 0o7777 == 0o640
-    assert (home / "set").stat().st_mode & 0o7777 == 0o755
-
-
-@pytest.mark.parametrize("path", ["/etc/passwd", "{}", "{}/../x", "x", "", "{}x/y", "{}/a/../../x"])
-def test_no_file_is_written_elsewhere(home: Path, path: str) -> None:
-    with pytest.raises(OSError, match="is not below"):
-        write_files([item(path.format(home))])
 
 
 def test_what_blocks_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ PROVISION: dict[str, Any] = {
     "boot": 1,
     "hostname": "work",
     "environment": [{"name": "A", "value": "1"}],
-    "files": [{"path": "/home/agent/x", "mode": 0o600, "content": ""}],
+    "files": [{"path": "/home/agent/x", "mode": 0o600, "content": "", "yields": False}],
     "harness": None,
     "hook": None,
     "sudo": False,
