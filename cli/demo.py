@@ -16,21 +16,23 @@ stop_grace_seconds = 30      # default for `agent-box stop --grace`
 
 [defaults]
 profile = "rust"             # used by `create` without --profile
-engine = "qemu"              # or firecracker
+engine = "qemu"              # firecracker is a known name, and not built
 
 [engine]
-helper = "user"              # or system
+helper = "user"              # system is a known name, and not built
 
-# A profile is a template for `create`.
+# A profile is a template for `create`. What this one needs is built by
+# `agent-box image build rust --harness codex`.
 [profiles.rust]
-image = "rust"               # an image variant
+image = "rust"               # an image variant: base, python, node, rust, or one of yours
 cpus = 4
 memory = "8G"
 disk = "30G"
 policy = "dev"
-bindings = ["anthropic", "github"]
-harness = "claude-code"      # kage, codex, claude-code, opencode, gemini, pi, or ["command", ...]
+bindings = ["github", "openai"]
+harness = "codex"            # claude-code, opencode, gemini, pi, kage, or ["command", ...]
 
+# Without a harness: for `exec` and `attach --shell`, not for `run`.
 [profiles.quiet]
 image = "base"
 cpus = 2
@@ -55,6 +57,16 @@ ports = [443]
 mode = "deny"                # broker endpoints only
 
 # A binding is one broker endpoint. It names a credential; it never holds one.
+[bindings.openai]
+upstream = "https://api.openai.com"
+kind = "openai"              # replaces the Authorization header
+credential = "openai-api-key"
+routes = [
+  { path = "/v1/responses", match = "exact", methods = ["POST"] },
+  { path = "/v1/models", match = "exact", methods = ["GET"] },
+]
+max_tokens = 20000000        # of each instance, for its whole life
+
 [bindings.anthropic]
 upstream = "https://api.anthropic.com"
 kind = "anthropic"           # replaces the x-api-key header

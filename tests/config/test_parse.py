@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import toml
 
+from agent_box.broker import kinds
 from agent_box.cli.demo import EXAMPLE
-from agent_box.config import egress, words
+from agent_box.config import egress, presets, words
 from agent_box.config.errors import ConfigError
 from agent_box.config.model import KINDS, Repo, Route, Upstream
 from agent_box.config.parse import builtin, parse, parse_policy
 from agent_box.config.shape import BINDING, FILE
 from agent_box.config.tables import Named, Table, Tables
+from agent_box.engine.image import definition
 
 SOURCE = "/etc/agent-box/config.toml"
 
@@ -121,7 +123,7 @@ def test_the_example_says_what_it_says() -> None:
     assert config.defaults.profile == "rust"
     rust = config.profiles["rust"]
     assert (rust.cpus, rust.memory, rust.disk) == (4, 8 << 30, 30 << 30)
-    assert rust.bindings == ("anthropic", "github")
+    assert rust.bindings == ("github", "openai")
     assert config.profiles["quiet"].harness is None
     dev = config.policies["dev"]
     assert [str(rule.target) for rule in dev.allow] == [
@@ -133,9 +135,22 @@ def test_the_example_says_what_it_says() -> None:
     anthropic = config.bindings["anthropic"]
     assert anthropic.upstream == Upstream(scheme="https", host="api.anthropic.com", port=443)
     assert anthropic.routes == (Route(path="/v1/messages", match="exact", methods=("POST",)),)
+    openai = config.bindings["openai"]
+    assert (openai.max_tokens, openai.max_requests) == (20_000_000, None)
     github = config.bindings["github"]
     assert github.repos == (Repo(name="example-org/example-repo", push=True),)
     assert github.routes == ()
+
+
+def test_the_example_names_only_what_is_built() -> None:
+    config = parse(EXAMPLE.encode(), SOURCE)
+    assert (config.defaults.engine, config.engine.helper) == ("qemu", "user")
+    assert {binding.kind for binding in config.bindings.values()} <= set(kinds.KINDS)
+    for profile in config.profiles.values():
+        definition.load(profile.image, None)
+        if isinstance(profile.harness, str):
+            wanted = presets.load(profile.harness).binding
+            assert wanted in {config.bindings[name].kind for name in profile.bindings}
 
 
 def test_everything_that_can_be_said() -> None:
