@@ -129,7 +129,7 @@ def _config(env: Mapping[str, str]) -> tuple[Config, list[Line]]:
 def _paths(env: Mapping[str, str]) -> tuple[Paths | None, Line]:
     """Where everything lies; or None, and the line about the daemon that then cannot be."""
     try:
-        return Paths.from_env(env), ok("daemon", "not running", "none")
+        return Paths.from_env(env).for_instances(), ok("daemon", "not running", "none")
     except PathsError as error:
         return None, gap("daemon", str(error), "runtime-dir-missing", "stat the directories")
 

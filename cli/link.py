@@ -53,7 +53,7 @@ def place(env: Mapping[str, str] | None = None) -> Place:
     refuse_root()
     from agent_box.config import search
 
-    return Place(Paths.from_env(env), search.find(env))
+    return Place(Paths.from_env(env).for_instances(), search.find(env))
 
 
 def refuse_root() -> None:

@@ -1,13 +1,16 @@
 """The main job, shown: a coding agent in an instance changes a repository through the broker.
 
 Run by `deploy/quickstart`, with the Python that agent-box is installed in. The model is a
-scripted one and the forge is this machine; both stand behind TLS on loopback, with keys that
-are made for this run and that the guest never sees. Everything lies below
-~/.local/share/agent-box/quickstart, and nothing of the operator's own agent-box is touched.
+scripted one, or a provider's by a key from stdin, and the forge is this machine. What is of
+this machine stands behind TLS on loopback, with keys that are made for this run and that the
+guest never sees. Everything lies below ~/.local/share/agent-box/quickstart, and nothing of the
+operator's own agent-box is touched.
 """
 
 from __future__ import annotations
 
+import argparse
+import base64
 import datetime
 import ipaddress
 import json
@@ -37,7 +40,7 @@ profile = "demo"
 
 [profiles.demo]
 image = "base"
-harness = "codex"
+harness = "{harness}"
 cpus = 2
 memory = "2G"
 disk = "4G"
@@ -48,12 +51,10 @@ bindings = ["forge", "model"]
 mode = "allowlist"
 
 [bindings.model]
-upstream = "https://127.0.0.1:{model}"
-kind = "openai"
+upstream = "{upstream}"
+kind = "{kind}"
 credential = "demo-model"
-ca_file = "loopback.pem"
-allow_reserved = true
-routes = [{{ path = "/v1/", match = "prefix", methods = ["GET", "POST"] }}]
+{trust}routes = [{{ path = "/v1/", match = "prefix", methods = ["GET", "POST"] }}]
 
 [bindings.forge]
 upstream = "https://127.0.0.1:{forge}"
@@ -64,23 +65,44 @@ ca_file = "loopback.pem"
 allow_reserved = true
 repos = [{{ name = "{repository}", push = true }}]
 """
+LOOPBACK: Final = 'ca_file = "loopback.pem"\nallow_reserved = true\n'
+# By kind of binding: where the provider is, and the harness that speaks with it.
+PROVIDERS: Final = {
+    "openai": ("https://api.openai.com", "codex"),
+    "anthropic": ("https://api.anthropic.com", "claude-code"),
+}
 PROMPT: Final = """\
-Greet in the repository, and push that as a branch of this instance.
+Greet in the repository, and push that as a branch of this instance: run each line below that
+begins with $, as it is and in this order. Two of them are to show what is denied; let them fail.
 $ cd ~/work && rm -rf hello && git clone -q https://127.0.0.1:{forge}/{repository} hello && ls hello
 $ cd ~/work/hello && echo 'Hello from inside the machine.' >>README.md && git diff --stat
 $ cd ~/work/hello && git config user.name agent && git config user.email agent@example.com \
 && git commit -qam 'Greet' && git push -q origin HEAD:refs/heads/{branch} 2>&1
 $ curl -sS --max-time 5 https://example.com 2>&1 | head -1
-$ curl -sS --max-time 5 http://127.0.0.1:{model}/ 2>&1 | head -1
+$ curl -sS --max-time 5 http://198.51.100.1/ 2>&1 | head -1
 """
 
 
 class Demo:
-    """One showing."""
+    """One showing.
 
-    def __init__(self) -> None:
+    Args:
+        provider: a kind of binding; None, the scripted model of this machine.
+        key: the provider's.
+        upstream: in the place of the provider's own address.
+        ca_file: whose certificates it has; None, those that this system trusts.
+    """
+
+    def __init__(
+        self, provider: str | None, key: str | None, upstream: str | None, ca_file: Path | None
+    ) -> None:
+        self.kind = provider or "openai"
+        self.key = key
+        usual, self.harness = PROVIDERS[self.kind]
+        self.upstream = upstream or usual
+        self.ca_file = ca_file
         self.base = Path.home() / ".local/share/agent-box/quickstart"
-        for name in ("config/agent-box", "state", "private", "forge", "run"):
+        for name in ("config/agent-box", "state", "private", "forge"):
             (self.base / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         runtime = os.environ.get("XDG_RUNTIME_DIR", "")
         self.env = {
@@ -99,42 +121,44 @@ class Demo:
 
     def _runtime(self) -> str:
         """Sockets need a short path; the last run's is used again."""
-        return str(self.base / "run")
+        return str(Path.home() / ".ab-demo")
 
     # ------------------------------------------------------------------ the steps
 
-    def show(self) -> int:
+    def show(self, *, fresh: bool) -> None:
         """Raises Failed."""
-        keys = self._keys()
-        model_words = ("--key-file", keys["model"], "--log", str(self.base / "model.log"))
-        forge_words = (str(self._repository()), "--token-file", keys["forge"])
+        files = self._keys()
+        keys = {name: Path(file).read_text().strip() for name, file in files.items()}
+        if self.key is not None:
+            keys["model"] = self.key
+        model_words = ("--key-file", files["model"], "--log", str(self.base / "model.log"))
+        forge_words = (str(self._repository()), "--token-file", files["forge"])
         with (
             self._server("scripted_model.py", *model_words) as model,
             self._server("local_forge.py", *forge_words) as forge,
         ):
             self._configure(model, forge)
-            if "--fresh" in sys.argv:  # services of the version before may still run
+            if fresh:  # services of the version before may still run
                 subprocess.run([BINARY, "daemon", "--stop"], env=self.env, check=False)
             self._images()
             self._instance(keys)
-            self._job(model, forge)
+            self._job(forge)
             self._results(keys)
-        return 0
 
     def _images(self) -> None:
-        self.say("images: what the instance boots, and codex")
+        self.say(f"images: what the instance boots, and {self.harness}")
         held = self.verb("image", "list")
         if not any(image["variant"] == "base" for image in held["images"]):
-            self.run("image", "build", "base", "--harness", "codex")
+            self.run("image", "build", "base", "--harness", self.harness)
             return
         self.run("image", "build", "base", "--guest")  # the guest's code may have changed
-        if not any(layer["harness"] == "codex" for layer in held["layers"]):
-            self.run("image", "build", "--harness", "codex")
+        if not any(layer["harness"] == self.harness for layer in held["layers"]):
+            self.run("image", "build", "--harness", self.harness)
 
     def _instance(self, keys: dict[str, str]) -> None:
         self.say("credentials: into the store, from stdin")
         for name in ("model", "forge"):
-            self.verb("secret", "set", f"demo-{name}", stdin=Path(keys[name]).read_text())
+            self.verb("secret", "set", f"demo-{name}", stdin=keys[name])
         names = {row["name"]: row for row in self.verb("list")["instances"]}
         if NAME in names:
             self.say("instance: the last one goes")
@@ -143,9 +167,10 @@ class Demo:
         self.verb("create", NAME)
         self.run("start", NAME)
 
-    def _job(self, model: int, forge: int) -> None:
-        self.say("the job: codex, driven by a SCRIPTED model on this machine")
-        prompt = PROMPT.format(model=model, forge=forge, repository=REPOSITORY, branch=BRANCH)
+    def _job(self, forge: int) -> None:
+        by = "a SCRIPTED model on this machine" if self.key is None else self.upstream
+        self.say(f"the job: {self.harness}, driven by {by}")
+        prompt = PROMPT.format(forge=forge, repository=REPOSITORY, branch=BRANCH)
         self.run("run", NAME, "--timeout", "300", "--prompt", "-", stdin=prompt)
 
     def _results(self, keys: dict[str, str]) -> None:
@@ -166,10 +191,29 @@ class Demo:
         self.say("usage, counted by the broker")
         self.run("usage", NAME)
         self.say("the credentials, looked for in the guest: files, environments, memory")
-        for name, file in keys.items():
-            self._absent(name, Path(file).read_text().strip())
+        for name, secret in keys.items():
+            self._not_inside(name, secret)
+        self.say("and on this host: the disk of the machine, logs, journal, all state and sockets")
+        for name, secret in keys.items():
+            self._not_outside(name, secret)
 
-    def _absent(self, name: str, secret: str) -> None:
+    def _not_outside(self, name: str, secret: str) -> None:
+        """In no file of agent-box, plainly or in base64: not in the store's, which are sealed."""
+        plain = secret.encode()
+        pair = [base64.b64encode(bytes(n) + plain)[4:-4] for n in range(3)]
+        looked = 0
+        for root in (self.base / "state", self.base / "config", Path(self.env["XDG_RUNTIME_DIR"])):
+            for directory, below, names in os.walk(root):
+                if directory.endswith("/images"):
+                    below.clear()  # made before, and the same for everybody
+                for file in (Path(directory) / each for each in names):
+                    if file.is_file() and not file.is_symlink():
+                        looked += 1
+                        if _holds(file, [plain, *pair]):
+                            raise Failed(f"the credential {name} is in {file}")
+        print(f"  {name}: not found in {looked} files")
+
+    def _not_inside(self, name: str, secret: str) -> None:
         """Its second half is looked for, so that the search does not find itself."""
         half = secret[len(secret) // 2 :]
         pattern = f"[{half[0]}]{half[1:]}"
@@ -272,7 +316,16 @@ class Demo:
 
     def _configure(self, model: int, forge: int) -> None:
         accel = "" if os.access("/dev/kvm", os.R_OK | os.W_OK) else 'accel = "tcg"\n'
-        text = CONFIG.format(accel=accel, model=model, forge=forge, repository=REPOSITORY)
+        upstream, trust = f"https://127.0.0.1:{model}", LOOPBACK
+        if self.key is not None:
+            upstream, trust = self.upstream, ""
+            if self.ca_file is not None:  # of a gateway, which may be near
+                shutil.copy(self.ca_file, self.base / "config/agent-box/upstream.pem")
+                trust = 'ca_file = "upstream.pem"\nallow_reserved = true\n'
+        text = CONFIG.format(
+            accel=accel, harness=self.harness, kind=self.kind, upstream=upstream, trust=trust,
+            forge=forge, repository=REPOSITORY,
+        )  # fmt: skip
         (self.base / "config/agent-box/config.toml").write_text(text)
 
     # ------------------------------------------------------------------ below
@@ -303,14 +356,44 @@ class Failed(Exception):
     """One line."""
 
 
+def _holds(file: Path, forms: list[bytes]) -> bool:
+    overlap = max(map(len, forms))
+    tail = b""
+    with file.open("rb") as opened:
+        while piece := opened.read(16 << 20):
+            if any(form in tail + piece for form in forms):
+                return True
+            tail = piece[-overlap:]
+    return False
+
+
+def _given() -> tuple[Demo, bool]:
+    """Raises Failed: stdin brings no key."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--provider", choices=sorted(PROVIDERS))
+    parser.add_argument("--upstream")
+    parser.add_argument("--ca-file", type=Path)
+    given = parser.parse_args()
+    key = None
+    if given.provider is not None:
+        key = sys.stdin.readline().strip()
+        if not key or not key.isprintable() or " " in key:
+            raise Failed("--provider: the first line of stdin must be the key")
+    return Demo(given.provider, key, given.upstream, given.ca_file), given.fresh
+
+
 def main() -> int:
-    demo = Demo()
     try:
-        demo.show()
+        demo, fresh = _given()
+        demo.show(fresh=fresh)
     except Failed as failed:
         print(f"deploy/quickstart: {failed}", file=sys.stderr)
         return 1
-    demo.say("done. The services go on: `agent-box daemon --stop` with this environment ends them")
+    demo.say("done. To look around, or to end what runs:")
+    names = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR")
+    print("export", *(f"{name}={demo.env[name]}" for name in names))
+    print(f"{BINARY} attach {NAME} --shell    # or logs, usage, doctor; daemon --stop ends all")
     return 0
 
 

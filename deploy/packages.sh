@@ -20,7 +20,7 @@ install_packages() {
   ((${#missing[@]})) || return 0
   echo "missing Debian packages: ${missing[*]}"
   if ((EUID != 0)); then
-    command -v sudo >/dev/null && { [[ -t 0 ]] || sudo -n true 2>/dev/null; } ||
+    command -v sudo >/dev/null && { [[ -t 0 || -t 2 ]] || sudo -n true 2>/dev/null; } ||
       fail "as root, run: apt-get update && apt-get install ${missing[*]}"
     as_root=(sudo)
   fi

@@ -137,7 +137,7 @@ def main(words: Sequence[str] | None = None) -> int:
             # child then, leaves no zombie to anyone, and can get no controlling terminal.
             os._exit(0)
         _settle()
-        paths = Paths.from_env(os.environ)
+        paths = Paths.from_env(os.environ).for_instances()
         end.log = paths.log("daemon")
         _run(paths, options, report)
     except Cannot as cannot:

@@ -25,6 +25,7 @@ NAME: Final = "agent-box"
 RUNTIME_LOCK: Final = "daemon.lock"  # in the runtime directory, beside `Paths.lock`
 SOCKET_PATH_MAX: Final = 107  # bytes; sockaddr_un.sun_path less its terminating NUL (unix(7))
 _LONGEST_SOCKET: Final = "bus/registry/events"
+_LONGEST_OF_INSTANCE: Final = f"vm/broker/{'0' * 32}/sock"  # or vm/shim/ID/vsock
 
 
 class PathsError(Exception):
@@ -93,13 +94,17 @@ class Paths:
             if not str(path).isprintable():
                 raise PathsError(f"control characters in the path {str(path)!r}")
         runtime, state = Path(os.path.normpath(runtime)), Path(os.path.normpath(state))
-        longest = os.fsencode(runtime / _LONGEST_SOCKET)
-        if len(longest) > SOCKET_PATH_MAX:
-            raise PathsError(
-                f"{runtime} is too long: a socket below it would need {len(longest)} bytes, "
-                f"and {SOCKET_PATH_MAX} is the most"
-            )
+        _refuse_too_long(runtime, _LONGEST_SOCKET)
         return cls(runtime, state)
+
+    def for_instances(self) -> Paths:
+        """These, where the sockets of an instance fit, too.
+
+        Raises:
+            PathsError: they do not.
+        """
+        _refuse_too_long(self.runtime, _LONGEST_OF_INSTANCE)
+        return self
 
     def bus(self, service: str) -> Path:
         """The directory of a service's sockets. Callers see it read-only."""
@@ -212,6 +217,15 @@ def make_private(directory: Path) -> None:
     except OSError as error:
         raise PathsError(f"cannot make {directory}: {error.strerror}") from error
     _refuse_unless_private("the directory", str(directory))
+
+
+def _refuse_too_long(runtime: Path, socket: str) -> None:
+    longest = os.fsencode(runtime / socket)
+    if len(longest) > SOCKET_PATH_MAX:
+        raise PathsError(
+            f"{runtime} is too long: a socket below it would need {len(longest)} bytes, "
+            f"and {SOCKET_PATH_MAX} is the most"
+        )
 
 
 def _refuse_unless_private(what: str, untrusted_path: str) -> None:

@@ -94,6 +94,13 @@ def test_a_path_that_no_socket_can_have_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_sockets_of_instances_are_longer() -> None:
+    room = SOCKET_PATH_MAX - len(f"/vm/broker/{'0' * 32}/sock")
+    Paths(Path("/" + "r" * (room - 1)), Path("/s")).for_instances()
+    with pytest.raises(PathsError, match="would need 108 bytes"):
+        Paths(Path("/" + "r" * room), Path("/s")).for_instances()
+
+
 def test_paths_are_normal(tmp_path: Path) -> None:
     assert Paths.checked(Path("/a/../b//c/."), Path("/s")).runtime == Path("/b/c")
 
