@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 SYSTEM_HELPER: Final = Path("/run/agent-box/helper.sock")
 ANSWER_S: Final = 3.0  # for a service: long for one that works, short for a report
 PROBE_S: Final = 15.0  # for the engine: the helper behind it runs programs to know
+LOOKED_AT: Final = 1_000  # of the newest events
+FORGERIES: Final = ("forgery-refused", "nonce-refused")  # a bad frame of a guest, a wrong nonce
 
 
 def doctor(out: Render, *, strict: bool) -> None:
@@ -97,12 +99,12 @@ def report(env: Mapping[str, str]) -> Iterator[Line]:
     yield _egress(config)
     if daemon is None:
         yield ok("credentials", "unknown: there is no runtime directory", "none")
-        yield _forgery()
+        yield ok("forgery", "unknown: there is no runtime directory", "none")
         yield missing
         yield ok("instances", "unknown: there is no runtime directory", "none")
         return
     yield from daemon.credentials(config)
-    yield _forgery()
+    yield from daemon.forgery()
     yield from daemon.line()
     for name in SERVICES:
         yield from daemon.service(name)
@@ -204,12 +206,24 @@ def _public(registry: Client, rows: Rows) -> list[str]:
     return found
 
 
-def _forgery() -> Line:
-    value = (
-        "in `agent-box logs`: forgery-refused for a bad frame of a guest, nonce-refused for "
-        "a wrong nonce"
-    )
-    return ok("forgery", value, "design")
+def _forged(registry: Client) -> Iterator[Line]:
+    """What no guest of ours sends, counted in the newest part of the journal."""
+    from agent_box.registry.contract import Entries, Read
+
+    newest = Read(
+        after=0, tail=LOOKED_AT, since_ms=None, source="host-observed", name=None,
+        limit=LOOKED_AT, wait_ms=0,
+    )  # fmt: skip
+    found = registry.call("logs", newest, deadline_s=ANSWER_S)
+    assert isinstance(found, Entries)
+    counts = dict.fromkeys(FORGERIES, 0)
+    for entry in found.events:
+        if entry.kind in counts:
+            count = entry.facts.get("count")
+            counts[entry.kind] += count if isinstance(count, int) else 1
+    told = ", ".join(f"{kind} {count}" for kind, count in counts.items())
+    value = f"{told}; in the last {len(found.events)} host-observed events of `agent-box logs`"
+    yield ok("forgery", value, "registry.logs")
 
 
 def _helper(daemon: _Daemon | None, config: Config) -> Iterator[Line]:
@@ -402,6 +416,10 @@ class _Daemon(NamedTuple):
                 yield ok("credentials", value, "store.list")
 
         yield from self.ask("store", ask, lambda why: ok("credentials", why, "store.list"))
+
+    def forgery(self) -> Iterator[Line]:
+        """How often a guest was caught, in the newest part of the journal."""
+        yield from self.ask("registry", _forged, lambda why: ok("forgery", why, "registry.logs"))
 
     def instances(self) -> Iterator[Line]:
         from agent_box.bus.schema import Empty

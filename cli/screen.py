@@ -102,10 +102,12 @@ class Screen:
 
     Attributes:
         asked: questions that have passed; their answers come as if they were typed.
+        quiet: questions are dropped: what comes was put out before, when they were answered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
         self.asked = 0
+        self.quiet = quiet
         self._forget()
 
     def _forget(self) -> None:
@@ -218,8 +220,8 @@ class Screen:
             after = end.end()
         else:  # cut off by something else
             return end.start() + (end[0] in "\x18\x1a\x9c")
-        self._note_string(kind, body)
-        out.append(text[at:after])
+        if self._note_string(kind, body):
+            out.append(text[at:after])
         return after
 
     def _drop(self, text: str, at: int) -> int:
@@ -241,16 +243,14 @@ class Screen:
     def _csi(self, private: str, numbers: str, between: str, final: str) -> bool:
         """Whether a control sequence may pass; remembers what it does."""
         if (private, between, final) == ("", "", "t"):
-            if numbers.split(";")[0] not in _SIZES:
-                return False
-            self.asked += 1
-            return True
+            return numbers.split(";")[0] in _SIZES and self._question()
         if final not in _FINALS.get((private, between), ()):
             return False
         if final in "hl" and not between:
             return self._set_modes(private, numbers.split(";"), is_on=final == "h")
-        if ((private, final) in _ASKS and not between) or between == "$":
-            self.asked += 1
+        asks = (private, between, final) == ("?", "", "u") or between == "$"
+        if (asks or ((private, final) in _ASKS and not between)) and not self._question():
+            return False
         if final == "u" and private:
             self._note_kitty(private, numbers)
         elif (private, final) == (">", "m"):
@@ -292,8 +292,6 @@ class Screen:
             self._kitty = max(0, self._kitty - count)
         elif private == "=":
             self._touched.add("kitty")
-        else:
-            self.asked += 1
 
     def _note_escape(self, sequence: str) -> None:
         what = sequence[1]
@@ -322,9 +320,16 @@ class Screen:
             return False
         return code not in ("8", "133") or rest.isprintable()
 
-    def _note_string(self, kind: str, body: str) -> None:
+    def _note_string(self, kind: str, body: str) -> bool:
+        """Whether a string that may pass is not held back as a question."""
         code, _, rest = body.partition(";")
-        if kind == "P" or (code in _COLOURS and "?" in rest):
-            self.asked += 1
+        if (kind == "P" or (code in _COLOURS and "?" in rest)) and not self._question():
+            return False
         if kind == "]" and code in _COLOURS:
             self._touched.add(code)
+        return True
+
+    def _question(self) -> bool:
+        """Whether a question may pass."""
+        self.asked += not self.quiet
+        return not self.quiet

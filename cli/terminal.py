@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ SIGNALLED: Final = 128  # plus the number
 LOOK_S: Final = 2.0  # between two questions whether the instance still runs
 ASK_S: Final = 0.5  # for the answer; meanwhile nobody is heard
 FRESH_S: Final = 1.0  # so long the answer to a question may be on its way
+DEPART_S: Final = 3.0  # without progress, for what was typed before the detach keys
 DEAF_S: Final = 1.0  # for a command to end whose output nobody reads
 CAN: Final = b"\x18"  # ends a sequence of which the terminal got a part
 FORWARDED: Final = tuple(
@@ -342,7 +344,8 @@ class _Attached:
         raw = tty.Raw(0)
         numbers = (*tty.ENDING, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
         with tty.Signals(numbers) as signals:
-            pump = _TerminalPump(session, guest.channel, signals, raw, self._keys)
+            screen = Screen(quiet=not self._request.new)
+            pump = _TerminalPump(session, guest.channel, signals, raw, self._keys, screen)
             clean = False
             try:
                 ended = pump.run()
@@ -353,7 +356,7 @@ class _Attached:
                 name = signal.Signals(end.number).name if end.number < 32 else str(end.number)
                 why = f"ended by {name}; {self._again(session)}"
                 raise Failure(SIGNALLED + end.number, "signalled", why) from None
-            except NobodyReads:
+            except (NobodyReads, termios.error):
                 why = f"the terminal is gone; {self._again(session)}"
                 raise Failure(SIGNALLED + signal.SIGHUP, "signalled", why) from None
             except Lost as lost:
@@ -384,6 +387,7 @@ class _TerminalPump(Pump):
         signals: tty.Signals,
         raw: tty.Raw,
         keys: tuple[int, ...],
+        screen: Screen,
     ) -> None:
         super().__init__(session, client, signals, 0)
         self.sinks = {1: Sink(1)}
@@ -392,7 +396,9 @@ class _TerminalPump(Pump):
         self._is_raw = False
         self._keys = Detach(keys)
         self._typed_at = 0.0
-        self._screen = Screen()
+        self._leaves_at: float | None = None  # the detach keys were typed
+        self._had = 0  # of what was typed before them, when that was looked at last
+        self._screen = screen
         self._asked = 0
         self._asked_at = -FRESH_S
 
@@ -404,6 +410,8 @@ class _TerminalPump(Pump):
         if not data:
             raise _Ended(signal.SIGHUP)
         self._typed_at = time.monotonic()
+        if not data.startswith(b"\x1b"):  # a person's key, and no report of the terminal's
+            self._screen.quiet = False
         self._pass(*self._keys.feed(data))
 
     def shown(self, source: int, data: bytes) -> None:
@@ -425,6 +433,8 @@ class _TerminalPump(Pump):
             raise _Ended(number)
 
     def wait_s(self) -> float | None:
+        if self._leaves_at is not None:
+            return 0.0 if self._has_all() else max(0.0, self._leaves_at - time.monotonic())
         since = time.monotonic() - self._typed_at
         if self._keys.holds:
             return max(0.0, HOLD_S - since)
@@ -435,6 +445,9 @@ class _TerminalPump(Pump):
     def tick(self) -> None:
         if self.session.begun:
             self._begin()
+        if self._leaves_at is not None:
+            self._leaves_at = self._depart(self._leaves_at)
+            return
         since = time.monotonic() - self._typed_at
         if self._keys.holds and since >= HOLD_S:
             self._pass(*self._keys.pass_on())
@@ -459,7 +472,20 @@ class _TerminalPump(Pump):
     def _pass(self, data: bytes, is_detached: bool) -> None:
         self.session.input.put(data)
         if is_detached:
+            self.no_input()
+            self._leaves_at = time.monotonic() + DEPART_S
+
+    def _depart(self, at: float) -> float:
+        """Leaves once the guest has all that was typed before the keys, or takes no more of it.
+        Gives until when that is waited for."""
+        now = time.monotonic()
+        if self._has_all() or now >= at:
             raise _Detached
+        had, self._had = self._had, self.session.input.taken
+        return now + DEPART_S if self._had > had else at
+
+    def _has_all(self) -> bool:
+        return self.session.input.taken == self.session.input.end
 
     def _stop(self) -> None:
         was_raw = self._is_raw

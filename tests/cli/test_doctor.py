@@ -460,6 +460,7 @@ def test_each_service_says_for_itself_that_it_is_ready(live: Live) -> None:
         assert lines[f"service-{name}"]["value"].startswith(f"ready, epoch {row['epoch']}")
     assert f"pid {live.daemon_pid()}" in lines["daemon"]["value"]
     assert lines["instances"]["value"] == "0"
+    assert lines["forgery"]["value"].startswith("forgery-refused 0, nonce-refused 0; in the last ")
     assert lines["helper"]["evidence"] == "engine.probe"
     assert lines["helper"]["name"] != "helper-missing"
 
@@ -602,3 +603,25 @@ def test_public_forwards_are_told() -> None:
         strays=[],
     )
     assert doctor._public(asked, rows) == ["web1:3000 by 192.0.2.1:80"]  # type: ignore[arg-type]
+
+
+def test_forgeries_are_counted_from_the_journal() -> None:
+    from types import SimpleNamespace
+
+    from agent_box.registry.contract import Entries, Entry
+
+    def entry(kind: str, **facts: int) -> Entry:
+        return Entry(
+            seq=1, time_ms=1, instance=None, name=None, source="host-observed", kind=kind,
+            by="channel", facts=dict(facts), prev="0" * 64, hash="0" * 64,
+        )  # fmt: skip
+
+    events = [
+        entry("forgery-refused", count=1),
+        entry("forgery-refused", count=40),
+        entry("guest-ready"),
+        entry("nonce-refused", count=2),
+    ]
+    page = Entries(epoch=b"", first=1, events=events, next=5)
+    (line,) = doctor._forged(SimpleNamespace(call=lambda *_, **__: page))  # type: ignore[arg-type]
+    assert line.value.startswith("forgery-refused 41, nonce-refused 2; in the last 4 ")

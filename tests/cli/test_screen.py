@@ -163,3 +163,16 @@ def test_questions_are_counted() -> None:
     for number, question in enumerate((b"\x1b[c", b"\x1b[6n", b"\x1b]11;?\x07", b"\x1b[?u"), 1):
         screen.feed(question)
         assert screen.asked == number
+
+
+def test_a_quiet_one_drops_questions_and_nothing_else() -> None:
+    questions = [b"\x1b[c", b"\x1b[>c", b"\x1b[6n", b"\x1b]11;?\x07", b"\x1b[?u", b"\x1b[18t"]
+    questions += [b"\x1b[>q", b"\x1b[?2026$p", b"\x1bP$qm\x1b\\", b"\x1b]4;1;?\x1b\\"]
+    others = b"text\x1b[1m\x1b[?1049h\x1b]11;red\x07\x1b[>1u\x1b[22;0;0t"
+    screen = Screen(quiet=True)
+    assert screen.feed(b"".join(questions) + others) == others.removesuffix(b"\x1b[22;0;0t")
+    assert screen.asked == 0
+    screen.quiet = False
+    for number, question in enumerate(questions, 1):
+        assert screen.feed(question) == question
+        assert screen.asked == number

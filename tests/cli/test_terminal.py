@@ -442,6 +442,22 @@ def test_detached_it_goes_on_and_is_joined_again(toys: Toys, keys: bytes, cut: b
         assert person.end()[0] == 3
 
 
+def test_a_question_that_was_answered_is_not_asked_again(toys: Toys) -> None:
+    """Its second answer would be typed into whatever runs now."""
+    with Person(["attach", "web1", "--shell"], toys.env) as person:
+        person.until(b"$ ")
+        person.type(b"printf '\\033[c''asked\\n'\r")
+        person.until(b"\x1b[casked")
+        person.type(b"\x10\x11")
+        id = person.end()[1].split()[7]
+    with Person(["attach", "web1", "--terminal", id], toys.env) as person:
+        at = person.until(b"\rasked")
+        assert b"\x1b[c" not in person.seen
+        person.type(b"printf '\\033[c''again\\n'; exit\r")
+        person.until(b"\x1b[cagain", after=at)
+        assert person.end()[0] == 0
+
+
 def test_a_second_person_takes_it_over(toys: Toys) -> None:
     with Person(["attach", "web1", "--shell"], toys.env) as one:
         one.until(b"$ ")
@@ -562,6 +578,47 @@ def test_a_channel_that_does_not_come_back_is_14(toys: Toys) -> None:
         code, said = person.end()
         assert code == 14 and said.startswith("agent-box: the connection to web1 is lost: ")
         assert person.is_restored
+
+
+def test_what_was_typed_just_before_the_keys_arrives(toys: Toys, tmp_path: Path) -> None:
+    """Also when the channel is away at that moment."""
+    before = b"echo kept $((6*7)) > " + bytes(tmp_path / "kept") + b"\r"
+    tmp_path.chmod(0o755)
+    with Person(["attach", "web1", "--shell"], toys.env) as person:
+        person.until(b"$ ")
+        person.type(before + b"\x10\x11")
+        assert person.end()[0] == 0
+    until("it ran", lambda: (tmp_path / "kept").exists())
+    with tty(
+        toys,
+        "sh",
+        "-c",
+        f"stty raw -echo; : >{tmp_path}/all; echo ready; head -c 9 >{tmp_path}/all",
+    ) as person:
+        person.until(b"ready")
+        toys.kill_channel()
+        person.type(b"unplugged\x10\x11")
+        toys.start_channel()
+        assert person.end()[0] == 0 and person.is_restored
+    until("it is there", lambda: (tmp_path / "all").read_bytes() == b"unplugged")
+
+
+def test_what_nobody_reads_holds_nobody(toys: Toys) -> None:
+    with tty(toys, "sh", "-c", "stty raw -echo; echo ready; sleep 600") as person:
+        person.until(b"ready")
+        person.type(bytes(100_000) + b"\x10\x11")
+        assert person.end()[0] == 0 and person.is_restored
+
+
+def test_the_window_is_closed_while_it_is_stopped(toys: Toys) -> None:
+    """The kernel sends SIGHUP and SIGCONT together; the latter is heard first."""
+    person = tty(toys, "sh", "-c", "echo ready; sleep 600")
+    person.until(b"ready")
+    person.process.send_signal(signal.SIGSTOP)
+    os.waitpid(person.process.pid, os.WUNTRACED)
+    os.close(person._slave)
+    os.close(person.master)
+    assert person.process.wait(60) == 128 + signal.SIGHUP
 
 
 def test_the_window_is_closed(toys: Toys) -> None:

@@ -87,14 +87,14 @@ class Command:
                     sent = item.taken
                 while sent < len(self.input) and sent - self.taken <= INPUT_MAX - CHUNK_MAX:
                     piece = self.input[sent : sent + CHUNK_MAX]
-                    stream.send(self._item(sent, piece))
+                    _send(stream, self._item(sent, piece))
                     sent += len(piece)
                 if sent == len(self.input) and not ended and self.ends_input:
-                    stream.send(self._item(sent, b"", end=True))
+                    _send(stream, self._item(sent, b"", end=True))
                     ended = True
                 total = sum(map(len, self.out.values()))
                 if total - acked >= 1 << 16 or self.signal is not None:
-                    stream.send(self._item(sent, b""))
+                    _send(stream, self._item(sent, b""))
                     acked = total
                 if during is not None:
                     during(self)
@@ -118,6 +118,15 @@ class Command:
         return stream.recv(max(0.1, until - time.monotonic()))
 
 
+def _send(stream: ClientStream, item: ExecInput | Typed) -> None:
+    """Sends it, unless all has ended well meanwhile: then nobody is there for it."""
+    try:
+        stream.send(item)
+    except Refusal:
+        if stream.reply is None:
+            raise
+
+
 class Screen:
     """One attachment of a terminal."""
 
@@ -137,7 +146,7 @@ class Screen:
         return self.start + len(self.out)
 
     def type(self, data: bytes, size: Size | None = None) -> None:
-        self.stream.send(Typed(offset=self.typed, data=data, seen=self.end, size=size))
+        _send(self.stream, Typed(offset=self.typed, data=data, seen=self.end, size=size))
         self.typed += len(data)
 
     def until(self, wanted: bytes) -> bytes:

@@ -6,20 +6,53 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from support import guestport
 from support.machines import Machines
 from support.remote import Command, attached
 from support.until import until
 
 from agent_box.bus.client import Client
 from agent_box.bus.errors import Reason, Refusal
-from agent_box.channel.contract import Ended, Instance, Size, Variable
+from agent_box.channel.contract import Ended, Hook, Instance, Size, Variable
 
 pytestmark = [
     pytest.mark.serial,
     pytest.mark.timeout(600),
 ]
+# Its control port is as it should be. Of the streams of port 5001 each second is garbage, and the
+# others say that a command runs and put out more than anybody asked for, until an offset skips.
+HOSTILE = """
+import os
+from agent_box.guest import pid1, streams, terminal
+from agent_box.guest.streams import Frame
+
+count = 0
+
+def flood(self, connection):
+    global count
+    count += 1
+    if os.fork():
+        connection.close()
+        return
+    connection.setblocking(True)
+    try:
+        if count % 2:
+            while True:
+                connection.sendall(os.urandom(1 << 20))
+        opened = {"id": "a", "offsets": [0, 0], "taken": 0}
+        connection.sendall(streams.note(Frame.OPENED, opened))
+        for offset in range(0, 1 << 24, 1 << 16):
+            connection.sendall(streams.data(Frame.OUTPUT, offset, bytes(1 << 16), 0))
+        connection.sendall(streams.data(Frame.OUTPUT, 5, b"x", 0) * 1000)
+    finally:
+        os._exit(0)
+
+terminal.Terminals.serve = flood
+pid1.main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +114,41 @@ def test_100_megabytes_arrive_whole(client: Client, guest: str) -> None:
     print(f"{100 / (time.monotonic() - began):.1f} MB/s")
     found = hashlib.sha256(command.out["stdout"]).hexdigest()
     assert found == command.out["stderr"].decode().strip()
+
+
+def test_what_the_hook_exports_reaches_what_runs(
+    machines: Machines, client: Client, guest: str
+) -> None:
+    script = "mkdir -p .agent-box; echo 'export FROM_HOOK=$PWD' > .agent-box/hook.sh"
+    assert Command(client, guest, "sh", "-c", script).run().status == 0
+    hook = Hook(path="~/work/.agent-box/hook.sh", expected=True, required=True)
+    machines.provision(guest, hook=hook)
+    command = Command(client, guest, "sh", "-c", "echo $FROM_HOOK")
+    assert command.run().status == 0
+    assert bytes(command.out["stdout"]) == b"/home/agent/work\n"
+    machines.notes.wait("hook-done")
+
+
+def test_a_guest_that_floods_and_lies(machines: Machines, client: Client, guest: str) -> None:
+    drive = machines.root / "hostile.erofs"
+    guestport.drive(machines.part("guest"), drive, main=HOSTILE)
+    hostile = machines.create()
+    machines.boot(hostile, guest=machines.add(drive))
+    machines.provision(hostile)
+    before = resident_kib(machines.pid("channel"))
+    for number in range(8):
+        command = Command(client, hostile, "x", command=f"{number:x}")
+        with pytest.raises(Refusal) as refused:
+            command.once()
+        assert refused.value.reason is Reason.CONNECTION_LOST
+        assert Command(client, guest, "true").run().status == 0
+    assert resident_kib(machines.pid("channel")) - before < 8 << 10
+    machines.notes.wait("forgery-refused")
+
+
+def resident_kib(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
 
 
 def test_ends_of_every_kind(client: Client, guest: str) -> None:
