@@ -36,10 +36,14 @@ MESSAGES = Shape("messages", 16 << 10, 16 << 10)  # what the programs say on sta
 
 
 class Writer:
-    """Begins the log anew in an open directory. What cannot be written is counted and let go:
-    a full disk must not stop a machine."""
+    """The log in an open directory. What cannot be written is counted and let go: a full disk
+    must not stop a machine.
 
-    def __init__(self, directory: int, shape: Shape) -> None:
+    Args:
+        anew: what is there is removed; otherwise it is continued.
+    """
+
+    def __init__(self, directory: int, shape: Shape, *, anew: bool = True) -> None:
         self._directory = directory
         self._shape = shape
         self._number = 0
@@ -47,7 +51,11 @@ class Writer:
         self._file: int | None = None
         self.lost = 0
         for number in _numbers(directory, shape):
-            self._remove(number)
+            if anew:
+                self._remove(number)
+            else:
+                self._number = number
+                self._used = min(_size(directory, shape, number) or 0, shape.size(number))
 
     def write(self, data: bytes) -> None:
         while data:

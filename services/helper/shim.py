@@ -231,6 +231,7 @@ class Shim:
         self._record = found
         if found.state == "starting" or not found.lives("vmm"):
             raise LaunchError("its machine does not run")
+        self._messages = capped.Writer(self._order["instance"], capped.MESSAGES, anew=False)
         self._listen()
         self._set(procs={**found.procs, "shim": procs.find(os.getpid())})
         for name in ("device", "vmm", "worker"):

@@ -83,6 +83,20 @@ def test_a_new_one_forgets_the_old(tmp_path: Path) -> None:
     os.close(fd)
 
 
+def test_one_that_is_continued_goes_on_where_it_ended(tmp_path: Path) -> None:
+    for before in (0, 5, 10, 20, 26, 40, 58, 70):
+        with directory() as fd:
+            data = bytes(range(100))
+            first = Writer(fd, SMALL)
+            first.write(data[:before])
+            first.close()
+            second = Writer(fd, SMALL, anew=False)
+            second.write(data[before:])
+            second.close()
+            found, end = everything(fd)
+            assert end == 100 and all(data[at] == byte for at, byte in found.items())
+
+
 def test_what_cannot_be_written_is_let_go_and_counted(tmp_path: Path) -> None:
     inner = tmp_path / "gone"
     inner.mkdir()

@@ -271,6 +271,42 @@ def test_a_killed_shim_is_replaced_and_the_machine_does_not_notice(
     assert place.leftovers() == []
 
 
+@pytest.mark.parametrize("asked_late", [False, True])
+def test_a_worker_that_starts_anew_when_its_shim_is_killed(
+    place: HelperHouse, client: Client, asked_late: bool
+) -> None:
+    """At the gate, or on its way from there: it ends with its shim and another comes, or lives."""
+    name, launch = place.machine(client)
+    vmm = pid(place, name, "vmm")
+    for _ in range(3):
+        worker, shim = pid(place, name, "worker"), pid(place, name, "shim")
+        os.kill(worker, signal.SIGKILL)
+        until("another one is begun", lambda worker=worker: pid(place, name, "worker") != worker)
+        if asked_late:  # it is past its gate, and has not said yet that it serves
+            new = pid(place, name, "worker")
+            until("it is past its gate", lambda new=new: "-I" in proc_facts.cmdline(new))
+        os.kill(shim, signal.SIGKILL)
+        until("another shim is there", lambda shim=shim: pid(place, name, "shim") != shim
+              and place.look(client, name)["shim"])  # fmt: skip
+        until("a worker serves", lambda: _serves(place, name))
+        state = place.look(client, name)
+        assert (state["vmm"]["pid"], state["worker"]) == (vmm, True)
+    client.ask("kill", id=name, launch_id=launch)
+    client.ask("release", id=name)
+    assert place.leftovers() == []
+
+
+def _serves(place: HelperHouse, name: str) -> bool:
+    """Whether the worker answers whoever comes to its socket."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(20)
+        try:
+            sock.connect(str(place.runtime / "vm" / "worker" / name / "ctl"))
+            return bool(sock.recv(1))
+        except OSError:
+            return False
+
+
 def test_shim_and_helper_may_be_killed_together(place: HelperHouse, client: Client) -> None:
     name, launch = place.machine(client)
     vmm = pid(place, name, "vmm")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent_box.helper import contract, wire
@@ -51,6 +51,7 @@ ANY = st.recursive(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # busy hosts are slow
 @given(st.data(), st.sampled_from(contract.OPS), st.integers(0, 2**53 - 1))
 def test_every_request_arrives_as_it_was_sent(data: Any, op: contract.Op, number: int) -> None:
     args = data.draw(values(op.request))
@@ -60,6 +61,7 @@ def test_every_request_arrives_as_it_was_sent(data: Any, op: contract.Op, number
     )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # busy hosts are slow
 @given(st.data(), st.sampled_from(contract.OPS), st.integers(0, 2**53 - 1))
 def test_every_reply_arrives_as_it_was_sent(data: Any, op: contract.Op, number: int) -> None:
     reply = data.draw(values(op.reply))

@@ -283,6 +283,9 @@ def test_what_was_begun_under_bubblewrap_dies_with_it(house: House) -> None:
     process = house.start("engine")
     inner = until("the service is started", lambda: inner_pid(process))
     assert inner is not None
+    # While bubblewrap still builds, its child has not asked to die with it: what is begun then
+    # ends by its lifeline (tests/process/test_lifeline.py), which this one has not.
+    until("it is the program", lambda: procs.cmdline(inner)[:1] == [sys.executable])
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     until("the service is gone too", lambda: procs.state(inner) in "XZ")
