@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -63,12 +65,44 @@ def test_the_tool_says_how_it_is_used() -> None:
     assert "--check" in done.stderr
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def _anchors(text: str) -> set[str]:
+    """What the headings of a page can be linked by, as forges make it of their words."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def _broken(pages: dict[str, str], there: Callable[[str], bool]) -> list[str]:
+    """Links of pages to files that are not there, and to headings that are not in them."""
     broken = []
-    for path, text in texts():
-        if not path.endswith(".md"):
-            continue
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
-            if "://" not in target and not (ROOT / path).parent.joinpath(target).exists():
-                broken.append(f"{path}: {target}")
-    assert broken == []
+    for page, text in pages.items():
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text):
+            if "://" in target:
+                continue
+            file = os.path.normpath(os.path.join(os.path.dirname(page), target)) if target else page
+            lost = anchor and file in pages and anchor not in _anchors(pages[file])
+            if lost or not there(file):
+                broken.append(f"{page}: {target}#{anchor}")
+    return broken
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = {path: text for path, text in texts() if path.endswith(".md")}
+    assert {"README.md", "docs/guide-operator.md", "docs/limits.md"} <= pages.keys()
+    assert _broken(pages, lambda file: (ROOT / file).exists()) == []
+
+
+def test_a_link_that_leads_nowhere_is_noticed() -> None:
+    pages = {
+        "docs/a.md": "# A `b`, c\n[x](b.md) [y](../R.md#one) [z](#a-b-c) [u](https://e/none)",
+        "R.md": "# Two\n```\n# One\n```\n[to a](docs/a.md#a-b-c)",
+    }
+    assert _broken(pages, lambda file: file in pages) == [
+        "docs/a.md: b.md#",
+        "docs/a.md: ../R.md#one",
+    ]
+
+
+def test_every_page_is_reached_from_the_first() -> None:
+    pages = {path: text for path, text in texts() if path.endswith(".md")}
+    linked = set(re.findall(r"\]\((docs/[^)#]+)", pages["README.md"]))
+    assert {path for path in pages if path.startswith("docs/")} <= linked
