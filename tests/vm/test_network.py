@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import select
 import signal
 import socket
 import struct
 import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import cli
+from support import cli, netattacks
 from support.until import until
 from support.vm import START_S, Machines
+
+from agent_box.netstack import routes
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]  # emulated, and hosts are busy
 
@@ -29,6 +35,14 @@ WAIT_S = 60.0  # a bound on a hang
 RESET = 56  # curl: the connection was reset
 NO_NAME = 6  # curl: the name does not resolve
 NO_WAY = 7  # curl: no connection
+
+
+METADATA = """\
+169.254.169.254 meta.test
+64:ff9b::a9fe:a9fe nat64.test
+2002:a9fe:a9fe::1 sixtofour.test
+::ffff:169.254.169.254 mapped.test
+"""
 
 
 class Server(ThreadingHTTPServer):
@@ -73,7 +87,7 @@ class Networked(Machines):
         super().__init__()
         self.server = Server()
         hosts = self.home / "hosts"
-        hosts.write_text("127.0.0.1 localhost one.test two.test\n")
+        hosts.write_text("127.0.0.1 localhost one.test two.test own.test\n" + METADATA)
         # whoever is first starts the daemon, here where /etc/hosts is another one
         command = ["bwrap", "--dev-bind", "/", "/", "--ro-bind", str(hosts), "/etc/hosts"]
         subprocess.run(
@@ -89,10 +103,10 @@ class Networked(Machines):
     def url(self, name: str, path: str = "/") -> str:
         return f"http://{name}.test:{self.server.port}{path}"
 
-    def inside(self, *argv: str) -> tuple[int, str]:
+    def inside(self, *argv: str, user: str = "agent") -> tuple[int, str]:
         """The exit status and the output of a command in the guest."""
         done = subprocess.run(
-            [str(cli.BINARY), "exec", "web", "--", *argv],
+            [str(cli.BINARY), "exec", "web", "--user", user, "--", *argv],
             env=self.env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -101,6 +115,20 @@ class Networked(Machines):
             timeout=WAIT_S,
         )
         return done.returncode, done.stdout
+
+    def script(self, source: Path, *argv: str) -> str:
+        """What a Python script prints as the guest's root."""
+        done = subprocess.run(
+            [str(cli.BINARY), "exec", "web", "--user", "root", "--", "python3", "-", *argv],
+            env=self.env,
+            input=source.read_text(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=4 * WAIT_S,
+        )
+        assert done.returncode == 0, done
+        return done.stdout
 
     def curl(self, url: str) -> tuple[int, str]:
         return self.inside("curl", "-sS", "--max-time", "30", url)
@@ -158,6 +186,80 @@ def test_what_is_allowed_works_and_what_is_not_fails_at_once(host: Networked) ->
     counters = host.run("inspect", "web", "--json").result["counters"]
     assert counters["denied"] >= 2 and counters["flows_total"] >= 1
     assert counters["bytes_down"] > 0
+
+
+def test_root_in_the_guest_gets_nowhere_else(host: Networked) -> None:
+    port = host.server.port
+    own = ["127.0.0.1", *sorted(_own_addresses())]
+    reserved = ["169.254.169.254", "10.0.0.1", "192.168.1.1", "100.64.0.1", *own[1:]]
+    disguised = ["2852039166", "0xa9fea9fe", "0251.0376.0251.0376", "169.254.43518",
+                 "::ffff:169.254.169.254", "::ffff:10.0.0.1"]  # fmt: skip
+    unassigned = ["198.18.9.9", "198.18.0.3", "198.19.255.254"]
+    v6 = ["64:ff9b::a9fe:a9fe", "2002:a9fe:a9fe::1", "fd00:ec2::254", "2001:db8::1"]
+    names = ["meta.test", "nat64.test", "sixtofour.test", "mapped.test", "own.test"]
+    with _decoys(own, port) as reached:
+        for name in names:
+            ran = host.run("policy", "set", "web", "--allow", f"{name}:{port}")
+            assert ran.exit == 0, ran
+        before = host.run("inspect", "web", "--json").result["counters"]["denied"]
+        facts = {
+            "port": port,
+            "addresses": [*reserved, *disguised, *unassigned, *v6],
+            "numbers": ["169.254.169.254", "198.18.9.9", "203.0.113.53"],
+            "names": [*names, "x.one.test", "localhost.test"],
+            "questions": ["c2VjcmV0.evil.test", "c2VjcmV0.one.test", "a9fea9fe"],
+            "allowed": "one.test",
+            "sources": ["198.18.0.1", "198.18.0.3", "203.0.113.9", *own[1:]],
+            "protocols": [41, 47, 132],
+        }
+        found = json.loads(host.script(Path(netattacks.__file__), json.dumps(facts)))
+        for where in [*reserved, *disguised, *unassigned]:
+            assert found.pop(f"tcp {where}") == "EHOSTUNREACH", where
+        for where in v6:
+            assert found.pop(f"tcp {where}") == "ENETUNREACH", where
+        for where in facts["numbers"]:
+            assert found.pop(f"udp {where}") == "EHOSTUNREACH", where
+        for name in names:
+            assert found.pop(f"name {name}") == "EHOSTUNREACH", name
+        for name in facts["questions"]:
+            assert (found.pop(f"A {name}"), found.pop(f"TXT {name}")) == ("rcode 3", "rcode 3")
+        assert "THROUGH" not in found.values() and len(found) == 2, found
+        assert reached() == []
+    counted = len(reserved + disguised + unassigned + names)
+    counted += sum(len(facts[key]) for key in ("numbers", "sources", "protocols"))
+    counted += 2 * len(facts["questions"]) + 2
+    after = host.run("inspect", "web", "--json").result["counters"]["denied"]
+    assert after - before >= counted
+    until("its rules are told", lambda: {
+        "reserved", "address:unassigned", "source:forged", "protocol:unknown", "mode:allowlist",
+    } <= {re.sub("^reserved:.*", "reserved", d["rule"]) for d in host.denials()})  # fmt: skip
+    assert host.curl(host.url("one")) == (0, "hello")
+
+
+def test_a_paused_machine_and_a_tun_that_was_down_lose_no_flow(host: Networked) -> None:
+    path = "/stream/paused"
+    # A command ends for its caller when the machine pauses, so this one has none.
+    curl = f"setsid curl -sS -o /dev/null {host.url('one', path)}"
+    status, pid = host.inside("sh", "-c", f"{curl} >/dev/null 2>&1 </dev/null & echo $!")
+
+    def goes_on() -> None:
+        before = host.server.sent.get(path, 0)
+        until("it goes on", lambda: host.server.sent.get(path, 0) > before + 50_000, seconds=WAIT_S)
+        assert path not in host.server.ended
+
+    try:
+        assert status == 0
+        goes_on()
+        assert host.run("pause", "web").exit == 0
+        time.sleep(4)  # for TCP on both sides to try again meanwhile
+        assert host.run("resume", "web").exit == 0
+        goes_on()
+        down = "ip link set tun0 down; sleep 1.5; ip link set tun0 up"
+        route = "ip route replace default via 198.18.0.1 dev tun0"
+        assert host.inside("sh", "-c", f"{down}; {route}", user="root")[0] == 0
+        goes_on()
+    finally:
+        host.inside("kill", pid.strip())
 
 
 def test_a_rule_that_is_removed_cuts_its_download_and_no_other(host: Networked) -> None:
@@ -239,6 +341,30 @@ def _get(port: int, address: str = "127.0.0.1") -> bytes:
             return sock.recv(100)
     except OSError:
         return b""
+
+
+def _own_addresses() -> set[str]:
+    """This host's IPv4 addresses but for its loopback."""
+    return {str(one.network_address) for one in routes.delivered()
+            if one.version == 4 and not one.is_loopback and one.prefixlen == 32}  # fmt: skip
+
+
+@contextmanager
+def _decoys(addresses: list[str], port: int) -> Iterator[Callable[[], list[str]]]:
+    """Listens at a port of each address where that is free; tells who was reached."""
+    with ExitStack() as stack:
+        decoys = []
+        for address in addresses:
+            for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+                sock = stack.enter_context(socket.socket(socket.AF_INET, kind))
+                try:
+                    sock.bind((address, port))
+                except OSError:
+                    continue  # the server's own, or no address of an interface
+                if kind == socket.SOCK_STREAM:
+                    sock.listen()
+                decoys.append(sock)
+        yield lambda: [str(sock) for sock in select.select(decoys, [], [], 0)[0]]
 
 
 def _has_ipv6() -> bool:
