@@ -115,8 +115,11 @@ class Exchange:
         Refused, Stale: nothing was sent to the guest.
         Cut, Broken, guest.Gone: its connection must be reset.
         """
-        self._write(self._machine.send(forward.request(self._inject)))
+        # The task's first step is before the end of this turn: a body that is here already
+        # leaves together with the head.
+        first = self._machine.send(forward.request(self._inject))
         self._uploading = self._tasks.hold(self._upload(), name="upload")
+        self._write(first)
         try:
             async with asyncio.timeout(self._limits.transfer_s) as self._whole:
                 await self._download()
@@ -170,8 +173,7 @@ class Exchange:
             self._connection.close()
             raise ConnectionResetError
         self._write(self._machine.send(h11.Data(data=part)))
-        async with asyncio.timeout(self._limits.idle_s):
-            await self._connection.writer.drain()
+        await self._connection.out.drain(self._limits.idle_s)
         self._sent = asyncio.get_running_loop().time()
         self._up += len(part)
         self._moved.bytes_up += len(part)
@@ -179,7 +181,7 @@ class Exchange:
 
     def _write(self, data: bytes | None) -> None:
         if data:
-            self._connection.writer.write(data)
+            self._connection.out.write(data)
 
     # ------------------------------------------------------------------ down
 
@@ -401,9 +403,8 @@ class Exchange:
         try:
             while data := await self._guest.raw():
                 self._moved.bytes_up += len(data)
-                self._connection.writer.write(data)
-                async with asyncio.timeout(self._limits.idle_s):
-                    await self._connection.writer.drain()
+                self._connection.out.write(data)
+                await self._connection.out.drain(self._limits.idle_s)
         except (OSError, TimeoutError, Gone):
             pass
         self._connection.close()

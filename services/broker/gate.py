@@ -27,6 +27,7 @@ Everything is judged anew for each request, on a connection that is kept alive t
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
@@ -286,11 +287,17 @@ def _peer(peer: Peer, way: Way) -> Refuse | None:
 
 
 def _reachable(untrusted_address: str, way: Way) -> bool:
+    public = _public(untrusted_address)
+    return public is not None and (public or way.allow_reserved)
+
+
+@functools.lru_cache(maxsize=1024)  # a fact of the address alone
+def _public(untrusted_address: str) -> bool | None:
+    """Whether an address lies in no reserved range; None for what is no address."""
     try:
-        within = reserved(parse_address(untrusted_address))
+        return reserved(parse_address(untrusted_address)) is None
     except ValueError:
-        return False  # no address at all, or one with a zone
-    return within is None or way.allow_reserved
+        return None  # no address at all, or one with a zone
 
 
 def addresses(way: Way, untrusted_resolved: Sequence[str]) -> tuple[str, ...] | Refuse:

@@ -15,6 +15,7 @@ import h11
 from agent_box.broker import head as heads
 from agent_box.broker import refusal
 from agent_box.broker.limits import Limits
+from agent_box.broker.outgoing import Outgoing
 from agent_box.broker.refusal import Reason, Refuse
 
 _PHRASES: Final = {
@@ -41,11 +42,10 @@ class Guest:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: Limits
     ) -> None:
         self._reader: Final = reader
-        self._writer: Final = writer
+        self._out: Final = Outgoing(writer, limits.buffer)
         self._limits: Final = limits
         self._buffer = b""  # came after the last request
         self._machine = h11.Connection(h11.SERVER)
-        writer.transport.set_write_buffer_limits(high=limits.buffer)
 
     # ------------------------------------------------------------------ requests
 
@@ -143,11 +143,11 @@ class Guest:
         for event in events:
             data = self._machine.send(event)
             if data:
-                self._writer.write(data)
+                self._out.write(data)
         await self._drained()
 
     async def send_raw(self, data: bytes) -> None:
-        self._writer.write(data)
+        self._out.write(data)
         await self._drained()
 
     async def refuse(self, refuse: Refuse, method: str, *, keep: bool) -> None:
@@ -184,8 +184,7 @@ class Guest:
         when its connection is closed over unread bytes."""
         rest = self._limits.linger_bytes
         try:
-            if self._writer.can_write_eof():
-                self._writer.write_eof()
+            await self._out.finish(self._limits.linger_s)
             async with asyncio.timeout(self._limits.linger_s):
                 while rest > 0 and (more := await self._reader.read(self._limits.chunk)):
                     rest -= len(more)
@@ -193,14 +192,25 @@ class Guest:
             pass  # it had its time
         self.close()
 
+    async def finish(self) -> None:
+        """After the last reply, which came to its end: the guest gets all of it, however slowly
+        it reads.
+
+        Raises:
+            Gone: it does not.
+        """
+        try:
+            await self._out.finish(self._limits.idle_s)
+        except (TimeoutError, OSError):
+            raise Gone from None
+
     def close(self) -> None:
         """At once: what was not complete must not look as if it were."""
-        self._writer.transport.abort()
+        self._out.abort()
 
     async def _drained(self) -> None:
         try:
-            async with asyncio.timeout(self._limits.idle_s):
-                await self._writer.drain()
+            await self._out.drain(self._limits.idle_s)
         except (TimeoutError, OSError):
             raise Gone from None
 

@@ -116,6 +116,7 @@ class Session:
         try:
             while await self._one():
                 pass
+            await self._guest.finish()
         except (Gone, Broken, h11.LocalProtocolError):
             pass  # it sees a reset
         except Cut as cut:

@@ -17,6 +17,7 @@ from typing import Final
 
 from agent_box.broker import gate
 from agent_box.broker.limits import Limits
+from agent_box.broker.outgoing import Outgoing
 from agent_box.broker.refusal import Reason, Refuse
 from agent_box.config.addresses import parse_address
 
@@ -40,10 +41,15 @@ class Connection:
     """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: gate.Peer
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        peer: gate.Peer,
+        buffer: int,
     ) -> None:
         self.reader: Final = reader
-        self.writer: Final = writer
+        self.out: Final = Outgoing(writer, buffer)
+        self._transport: Final = writer.transport
         self.peer: Final = peer
         self.fresh = True
         self.idle_since = 0.0
@@ -52,11 +58,11 @@ class Connection:
     def usable(self) -> bool:
         """It is open, and nothing came that was not asked for, as far as can be seen."""
         untouched = not self.reader._buffer  # type: ignore[attr-defined]  # no public way to look
-        return untouched and not self.reader.at_eof() and not self.writer.transport.is_closing()
+        return untouched and not self.reader.at_eof() and not self._transport.is_closing()
 
     def close(self) -> None:
         """At once; what was not sent yet is lost."""
-        self.writer.transport.abort()
+        self.out.abort()
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -218,7 +224,6 @@ class Upstream:
             raise Unreachable(
                 Reason.UPSTREAM_CONNECT, 502, "the upstream cannot be connected to"
             ) from None
-        writer.transport.set_write_buffer_limits(high=self._limits.buffer)
         sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer = gate.Peer(
@@ -227,7 +232,7 @@ class Upstream:
             verified=_verified(writer, upstream.host),
             ca_file=self._way.ca_file,
         )
-        return Connection(reader, writer, peer)
+        return Connection(reader, writer, peer, self._limits.buffer)
 
 
 def _verified(writer: asyncio.StreamWriter, host: str) -> str | None:

@@ -520,3 +520,24 @@ def test_large_bodies_pass_in_both_directions_and_are_counted() -> None:
         assert (used["bytes_up"], used["bytes_down"]) == (size, size)
 
     run(play)
+
+
+def test_the_last_reply_of_a_connection_is_whole_for_a_slow_reader() -> None:
+    async def play(scene: Scene) -> None:
+        size = 4 << 20
+
+        async def answer(request: web.Request, asked: Asked) -> web.StreamResponse:
+            return web.Response(body=b"\xab" * size, content_type="application/octet-stream")
+
+        await app(scene, answer=answer)
+        reader, writer = await asyncio.open_unix_connection(scene.sock(), limit=1024)
+        head = f"GET /v1/x HTTP/1.1\r\nHost: api.broker.internal\r\nx-api-key: {scene.nonce('api')}"
+        writer.write(head.encode() + b"\r\nConnection: close\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        got = 0
+        while scene.used()["api"]["bytes_down"] < size:  # until the broker is done with it
+            got += len(await reader.readexactly(4096))
+        assert got + len(await reader.read()) == size
+        writer.close()
+
+    run(play)

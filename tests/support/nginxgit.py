@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -66,7 +67,12 @@ http {{
 }}
 """
         )
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        # fcgiwrap leaves its children behind when it is told to end: each in a group of its own
+        quiet = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.DEVNULL,
+            "start_new_session": True,
+        }
         self._running = [
             subprocess.Popen([FCGIWRAP, "-s", f"unix:{root}/cgi", "-c", "4"], **quiet),  # type: ignore[call-overload]
             subprocess.Popen([NGINX, "-c", f"{root}/nginx.conf", "-p", str(root)], **quiet),  # type: ignore[call-overload]
@@ -108,7 +114,7 @@ http {{
 
     def close(self) -> None:
         for process in reversed(self._running):
-            process.terminate()
+            os.killpg(process.pid, signal.SIGTERM)
             process.wait(20)
 
 
