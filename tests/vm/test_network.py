@@ -86,6 +86,8 @@ class Networked(Machines):
     def __init__(self) -> None:
         super().__init__()
         self.server = Server()
+
+    def begin(self) -> None:
         hosts = self.home / "hosts"
         hosts.write_text("127.0.0.1 localhost one.test two.test own.test\n" + METADATA)
         # whoever is first starts the daemon, here where /etc/hosts is another one
@@ -164,6 +166,7 @@ class Networked(Machines):
 def host() -> Iterator[Networked]:
     made = Networked()
     try:
+        made.begin()
         assert made.run("create", "web").exit == 0
         made.allow("one")
         made.allow("two")
