@@ -108,6 +108,9 @@ def arguments(schema: dict[str, Any], command: str) -> dict[str, Any]:
             array = types == "array" or (isinstance(types, list) and "array" in types)
             made[name] = ["bash", "-lc", command] if array else command
             break
+    for name in ("timeout_ms", "yield_time_ms"):  # codex's; emulated machines are slow
+        if name in properties:
+            made[name] = 60_000
     for name in schema.get("required", []):
         if name not in made:
             kind = properties.get(name, {}).get("type")

@@ -1,6 +1,7 @@
 """Scripted agents that speak ACP on standard input and output: one that is good, and liars.
 
-`python -I -S acpagent.py SCRIPT [ARGUMENT]`. Standard library only, so that one starts at once.
+`python -I -S acpagent.py SCRIPT [ARGUMENT]`, or `@FILE` that has these words. Standard library
+only, so that one starts at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 SESSION: Final = "session-1"
@@ -99,6 +100,43 @@ def slow(path: str) -> None:
     leave_is_asked()
     hear()
     text("done")
+    answer(prompt, {"stopReason": "end_turn"})
+    opened()
+
+
+def works(repository: str) -> None:
+    """Clones, commits a file of the prompt's name and pushes it to the branch of that name;
+    says `pushed COMMIT` when the forge took it, else `failed` and at which step."""
+    import subprocess
+
+    prompt = opened()
+    branch = prompt["params"]["prompt"][0]["text"]
+    place = f"/home/agent/{os.getpid()}"
+    who = ["-c", "user.name=agent", "-c", "user.email=agent@example.com"]
+    name = branch.rpartition("/")[2]
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", place, *who, *words], stdin=subprocess.DEVNULL, capture_output=True
+        )
+        return done.stdout.decode().strip() if done.returncode == 0 else f"failed {words[0]}"
+
+    def steps() -> Iterator[str]:
+        yield git("clone", "-q", repository, ".")
+        with open(f"{place}/{name}", "wb") as file:
+            file.write(os.urandom(1 << 20))
+        yield git("add", ".")
+        yield git("commit", "-qm", name)
+        leave_is_asked()
+        hear()
+        yield git("push", "-q", "origin", f"HEAD:refs/heads/{branch}")
+
+    os.mkdir(place)
+    said = ""
+    for step in steps():
+        text("step ")
+        said = said or (step if step.startswith("failed") else "")
+    text(said or f"pushed {git('rev-parse', 'HEAD')}")
     answer(prompt, {"stopReason": "end_turn"})
     opened()
 
@@ -222,4 +260,8 @@ SCRIPTS: Final[dict[str, Callable[[str], None]]] = {
 
 
 if __name__ == "__main__":
-    SCRIPTS[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")
+    words = sys.argv[1:]
+    if words[0].startswith("@"):
+        with open(words[0][1:]) as file:
+            words = file.read().split()
+    SCRIPTS[words[0]](words[1] if len(words) > 1 else "")

@@ -42,19 +42,32 @@ class Canary:
 
     def within(self, data: bytes) -> list[str]:
         """The names of the forms in which it is in `data`."""
-        return [name for name, form in self.forms.items() if form in data]
+        # several forms of a plain value are the same bytes: each is looked for once
+        held = {form: form in data for form in set(self.forms.values())}
+        return [name for name, form in self.forms.items() if held[form]]
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest form."""
+        return max(map(len, self.forms.values()))
 
     def in_files(
-        self, roots: Iterable[Path], *, since_ns: int = 0, deep: bool = True
+        self,
+        roots: Iterable[Path],
+        *,
+        since_ns: int = 0,
+        deep: bool = True,
+        longest: int = FILE_MAX,
     ) -> list[Found]:
         """Looks into every file of ours below `roots`, by content and by name, but for huge ones.
 
         Args:
             since_ns: leaves out what was not written since then (Unix time).
             deep: whether to go into the directories of `roots`.
+            longest: bytes of the largest file that is looked into.
         """
         found = []
-        for path in _files(roots, since_ns, deep):
+        for path in _files(roots, since_ns, deep, longest):
             name = os.fsencode(path.name)
             found += [Found(str(path), f"{form}, in the name") for form in self.within(name)]
             try:
@@ -116,7 +129,7 @@ def _lower(quoted: str) -> bytes:
     return "%".join([parts[0], *(part[:2].lower() + part[2:] for part in parts[1:])]).encode()
 
 
-def _files(roots: Iterable[Path], since_ns: int, deep: bool) -> Iterator[Path]:
+def _files(roots: Iterable[Path], since_ns: int, deep: bool, longest: int) -> Iterator[Path]:
     uid = os.geteuid()
     for root in roots:
         for directory, below, names in os.walk(root):
@@ -128,6 +141,6 @@ def _files(roots: Iterable[Path], since_ns: int, deep: bool) -> Iterator[Path]:
                     facts = path.lstat()
                 except OSError:
                     continue
-                ours = facts.st_uid == uid and facts.st_size <= FILE_MAX
+                ours = facts.st_uid == uid and facts.st_size <= longest
                 if ours and facts.st_mtime_ns >= since_ns:
                     yield path

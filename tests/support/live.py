@@ -40,7 +40,7 @@ class Live:
 
     def up(self) -> None:
         """Starts the daemon and waits until every service is ready."""
-        until("all services are ready", self.ready, seconds=30)
+        until("all services are ready", self.ready, seconds=120)  # the host may be busy
 
     def ready(self) -> bool:
         return all(row["ready"] for row in self.services().values())
