@@ -115,7 +115,7 @@ def disturbed(job: Job, victim: str, delay: float, name: str) -> None:
     ended = [e["facts"] for e in job.events(NAME) if e["kind"] == "run-ended"]
     assert {(e["how"], e["stop_reason"]) for e in ended} == {("stopped", "end_turn")}, told
     until("one machine", lambda: len(job.walls()) == 1)
-    look = ("exec", NAME, "--", "pgrep", "-fc", "acpagent.py")
+    look = ("exec", NAME, "--", "sh", "-c", "pgrep -fc [a]cpagent.py; true")
     until("no harness", lambda: job.run(*look, timeout=60).out.strip() == "0", seconds=60)
 
 
