@@ -46,6 +46,13 @@ async def no_children(scene: Scene) -> None:
         await asyncio.sleep(0.02)
 
 
+async def none_live(scene: Scene) -> None:
+    until = time.monotonic() + 30
+    while any((scene.root / "data").rglob("*.live")):
+        assert time.monotonic() < until, "a run is not put away"
+        await asyncio.sleep(0.02)
+
+
 def test_a_prompt_is_answered(tmp_path: Path) -> None:
     async def play(scene: Scene) -> None:
         await scene.run("good")
@@ -376,6 +383,7 @@ def test_old_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             await scene.run("good", run=f"{number:032x}")
             await scene.rest(f"{number:032x}")
             await no_children(scene)
+            await none_live(scene)  # only what is put away counts, and is tidied at the next
         rows = scene.harness.runs(contract.Instance(instance=ID), call(1)).runs
         assert f"{4:032x}" in [r.run for r in rows]
         assert len(rows) <= 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,10 @@ class Home:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return Home(tmp_path)
+def home() -> Iterator[Home]:
+    """Short, because sockets would lie below it."""
+    with tempfile.TemporaryDirectory(prefix="ab.") as directory:
+        yield Home(Path(directory))
 
 
 def files(paths: Paths) -> set[str]:

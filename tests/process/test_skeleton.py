@@ -21,7 +21,7 @@ from agent_box.bus.schema import Empty
 from agent_box.process import confine, skeleton
 from agent_box.process.paths import SERVICES, Paths
 from agent_box.process.skeleton import CannotServe, Context, parse
-from agent_box.store.contract import SealKey
+from agent_box.store.contract import CONTRACT, SealKey
 
 # A service of the test in the store's place: behind its wall, with its contract and key.
 PROGRAM = """
@@ -437,3 +437,7 @@ def test_the_drain_ends_before_the_supervisor_kills() -> None:
 
     assert skeleton.DRAIN_SECONDS + skeleton.CLOSE_SECONDS < STOP_SECONDS
     assert skeleton.EXIT_FATAL == EXIT_FATAL
+
+
+def test_what_nothing_began_may_be_sent_again() -> None:
+    assert skeleton.Unbuilt(CONTRACT, "").outcomes.lookup("registry", bytes(16)) is None
