@@ -18,7 +18,7 @@ from agent_box.process.paths import SOCKET_PATH_MAX
 from agent_box.process.tasks import TaskSet
 
 SOCKET: Final = "sock"
-_BACKLOG: Final = 128
+_BACKLOG: Final = 1024  # beyond it a connect fails at once, and the guest is told "refused"
 
 
 class Endpoint:
