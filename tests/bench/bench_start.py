@@ -27,7 +27,7 @@ from support.machines import Machines
 from agent_box.engine import contract as engine
 from agent_box.helper import machine, tsc
 
-SAID = b"box-guest["  # the first line of the agent process, which PID 1 forked
+SAID = b" serves; data disk "  # the line of the agent process, which PID 1 forked
 BOUND_S = 180.0
 MEMORY_MIB = 256
 
@@ -94,9 +94,7 @@ def plain(machines: Machines, words: list[str], data: Path) -> list[str]:
 def uptime(console: str) -> float:
     """The guest's own clock when its agent process served."""
     return next(
-        float(line.split()[1].rstrip(":"))
-        for line in console.splitlines()
-        if line.startswith(SAID.decode()) and "serves" in line
+        float(line.split()[1].rstrip(":")) for line in console.splitlines() if SAID.decode() in line
     )
 
 
