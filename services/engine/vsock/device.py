@@ -190,10 +190,12 @@ class Device:
             self.counts["clients"] += 1
 
     def _client_event(self, client: Client, event: int) -> None:
-        stream = client.stream
         if client.line is not None:
             self._greet(client)
-            return
+            if client.line is not None or client.fd not in self._hosts.clients:
+                return
+            # The end of one that went away after its line is in this event: no other will come.
+        stream = client.stream
         client.readable = True
         if stream is None or not (stream.open or stream.gone):
             if event & _ENDED:  # it does not wait for the guest any more

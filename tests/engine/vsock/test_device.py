@@ -220,6 +220,22 @@ def test_clients_wait_for_the_driver(backend: Backend) -> None:
         vmm.close()
 
 
+@pytest.mark.parametrize("driver", [False, True])
+def test_a_client_that_goes_away_with_its_line_is_not_kept(backend: Backend, driver: bool) -> None:
+    vmm = Vmm(backend.vmm_end)
+    guest = Guest(vmm)
+    if driver:
+        guest.up()
+    os.kill(backend.process.pid, signal.SIGSTOP)  # so that the line and the end are one event
+    gone = backend.connect(ECHO)
+    gone.close()
+    os.kill(backend.process.pid, signal.SIGCONT)
+    until(backend, clients=1, waiting=0, connected=0, streams=0)
+    if driver:
+        guest.down()
+    vmm.close()
+
+
 def test_half_close_from_the_host_then_the_answer(backend: Backend, guest: Guest) -> None:
     data = noise(1, 3 << 20)
     client, inside = pair(backend, guest)
