@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from agent_box import __version__
 from agent_box.broker import contract as broker
@@ -120,6 +121,7 @@ class Registry:
         self._bell = asyncio.Event()  # replaced each time it rings
         self._pokes: dict[str, asyncio.Event] = {}  # by instance: something may have changed
         self._drivers: set[str] = set()  # ids of instances that have one
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.core = Core(SAYS)
         self.life = Life(self.core)
 
@@ -165,6 +167,7 @@ class Registry:
                     if refusal.message != told:
                         told = refusal.message
                         self._log.info("records are not settled yet", why=told)
+                self.reconnect()
                 if not self.core.unsettled():
                     return
                 if await self._closes_within(delay):
@@ -174,22 +177,26 @@ class Registry:
             self._settling = False
 
     def reconnect(self) -> None:
-        """Tells netstack in the background what it may not know, however long that takes."""
-        if not self._reconnecting and self.core.offline and not self._closing.is_set():
+        """Tells broker and netstack in the background what they may not know, however long
+        that takes."""
+        if not self._reconnecting and self._untold() and not self._closing.is_set():
             self._reconnecting = True
             self._tasks.spawn(self._reconnect(), name="reconnect")
+
+    def _untold(self) -> bool:
+        return bool(self.core.offline or self.core.ended)
 
     async def _reconnect(self) -> None:
         delay, told = RETRY_FIRST_S, ""
         try:
-            while self.core.offline and not self._closing.is_set():
+            while self._untold() and not self._closing.is_set():
                 try:
                     await self._run(self.core.reconnect())
                     continue
                 except Refusal as refusal:
                     if refusal.message != told:
                         told = refusal.message
-                        self._log.info("netstack is not told yet", why=told)
+                        self._log.info("broker or netstack is not told yet", why=told)
                 if await self._closes_within(delay):
                     return
                 delay = min(RETRY_LAST_S, delay * 2)
@@ -207,6 +214,7 @@ class Registry:
             except Refusal as refusal:
                 self._log.info("the engine was not seen", why=refusal.message)
                 self.settle()
+            self.reconnect()
 
     async def _closes_within(self, seconds: float) -> bool:
         try:
@@ -243,6 +251,7 @@ class Registry:
             self._ring()
         if not self._closing.is_set():
             self.settle()
+            self.reconnect()
 
     async def _first_of(self, seconds: float, *works: Coroutine[Any, Any, object]) -> None:
         """Waits until one of them is done, at most so long. None of them fails."""
@@ -266,6 +275,7 @@ class Registry:
         except Refusal as refusal:
             self._log.info("the engine was not seen", why=refusal.message)
             self.settle()
+        self.reconnect()
 
     def hush(self) -> None:
         """Answers everybody who waits for events: the process ends soon."""
@@ -532,17 +542,13 @@ class Registry:
             case deciding.Release():
                 return await self._ask("channel", "release", command.guest, TIME_S)
             case deciding.BrokerUp():
-                return await self._ask("broker", "instance_up", command.up, UP_S)
+                async with self._turn_of(command.up.instance):
+                    return await self._ask("broker", "instance_up", command.up, UP_S)
             case deciding.NetUp():
-                return await self._ask("netstack", "instance_up", command.up, UP_S)
+                async with self._turn_of(command.up.instance):
+                    return await self._ask("netstack", "instance_up", command.up, UP_S)
             case deciding.Down():
-                away = broker.Instance(instance=command.instance)
-                down = net.Instance(instance=command.instance)
-                try:  # either ends its own, whatever is wrong with the other
-                    await self._ask("broker", "instance_down", away, UP_S)
-                finally:
-                    await self._ask("netstack", "instance_down", down, UP_S)
-                return None
+                return await self._down(command)
             case deciding.Provision():
                 asked = command.provision
                 vmm = engine.Vmm(instance=asked.instance, boot=asked.boot)
@@ -558,6 +564,24 @@ class Registry:
                     None, command.vmm, command.intent, command.seconds, END_S
                 )
         raise TypeError(f"nobody carries out {type(command).__name__}")
+
+    async def _down(self, command: deciding.Down) -> deciding.Overtaken | None:
+        """The end of a boot never comes after the beginning of the next one: that one waits
+        for its turn, and an end that comes later sees the verb that began it."""
+        id = command.instance
+        async with self._turn_of(id):
+            if self.life.intent(id) != command.intent:
+                return deciding.Overtaken()
+            away, down = broker.Instance(instance=id), net.Instance(instance=id)
+            try:  # either ends its own, whatever is wrong with the other
+                await self._ask("broker", "instance_down", away, UP_S)
+            finally:
+                await self._ask("netstack", "instance_down", down, UP_S)
+        return None
+
+    def _turn_of(self, id: str) -> asyncio.Lock:
+        """Who has it tells broker and netstack of the instance. It is kept while it is used."""
+        return self._turns.setdefault(id, asyncio.Lock())
 
     async def _watched(
         self,

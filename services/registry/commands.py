@@ -198,9 +198,13 @@ class NetUp:
 
 @dataclass(frozen=True)
 class Down:
-    """Ends what `BrokerUp` and `NetUp` began. Result: None."""
+    """Ends what `BrokerUp` and `NetUp` began. Result: None; or `Overtaken`, and nothing is done.
+
+    `intent`: the number of the last verb; None when the instance is gone.
+    """
 
     instance: str
+    intent: int | None
 
 
 Command = (

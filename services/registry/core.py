@@ -40,6 +40,7 @@ from agent_box.registry.commands import (
     ApplyPolicy,
     CheckFlow,
     Commit,
+    Down,
     EngineChange,
     EngineCreate,
     EngineDelete,
@@ -108,6 +109,8 @@ class Core:
         self.absent: set[str] = set()
         # Those of which netstack may not know what is on record.
         self.offline: set[str] = set()
+        # Those that run no more, while broker and netstack may not know it.
+        self.ended: set[str] = set()
         self.is_blind = False
         self.strays: list[str] = []
         self._were_ours: dict[str, bool] = {}  # of strays
@@ -129,6 +132,8 @@ class Core:
                 continue
             self._records[record.id] = record
             self._ids[record.name] = record.id
+            if record.state == State.STOPPED and record.boots:
+                self.ended.add(record.id)  # whether they heard it is not on record
         self.is_blind = bool(self._records)
 
     def tampered(self) -> list[api.Problem]:
@@ -530,6 +535,8 @@ class Core:
                 boots=max(record.boots, there.boot or 0),
             )
             yield from self.write(record, "state-changed", facts)
+            if after is State.STOPPED:
+                self.ended.add(record.id)
         self.seen[record.id] = there
 
     # ------------------------------------------------------------------------- policy
@@ -598,12 +605,25 @@ class Core:
         }
 
     def reconnect(self) -> Plan[None]:
-        """Tells netstack of each instance in `offline` what it should know of it.
+        """Tells netstack of each instance in `offline` what it should know of it, and broker and
+        netstack of each in `ended` that it is over.
 
         Raises:
             Refusal: of the last that could not be told now; run it again later.
         """
         failed = None
+        for id in sorted(self.ended):
+            record = self._records.get(id)
+            if record is not None and record.state != State.STOPPED:
+                if State(record.state) in LIVE:
+                    self.ended.discard(id)  # another boot has taken the place of that one
+                continue
+            try:
+                yield Down(id, None if record is None else record.intent)
+                if self._records.get(id) is record:
+                    self.ended.discard(id)
+            except Refusal as refusal:
+                failed = refusal
         for id in sorted(self.offline):
             record = self._records.get(id)
             if record is None or id not in self.live() or record.state == State.STARTING:

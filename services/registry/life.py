@@ -512,10 +512,11 @@ class Life:
             facts |= ending(there)
         if record.boots:
             try:
-                yield Down(id)
+                yield Down(id, record.intent)
             except Refusal as refusal:
                 if record.network is None:
-                    facts["network"] = refusal.message  # they have nothing to serve any more
+                    facts["network"] = refusal.message
+                self._core.ended.add(id)  # they are told when they are there again
             if not self._is_current(record):
                 return
         after = move(State.STOPPING, Cause.OFF)
@@ -656,6 +657,7 @@ class Life:
         yield from self._core.write(record, "verb-failed", facts)
         if gone is not None:
             self._core.seen[record.id] = gone
+            self._core.ended.add(record.id)
 
     # -------------------------------------------------------------------------- below
 

@@ -58,11 +58,18 @@ class Host:
         self.ready = asyncio.Event()
         self.obeys = True
         self.silent = False
+        self.broker, self.held = False, False
+        self.gate: asyncio.Event | None = None  # before the broker hears of an end
         self.asked: list[str] = []
 
     async def __call__(self, service: str, method: str, request: Any, seconds: float) -> Wire:
         self.asked.append(f"{service}.{method}")
         if service == "broker":
+            if method == "instance_down" and self.gate is not None and not self.gate.is_set():
+                self.held = True
+                await self.gate.wait()
+            if self.broker:
+                return Empty()
             raise Refusal(Reason.UNAVAILABLE, "not built")
         if service == "netstack":
             return NETWORK[method]
@@ -242,6 +249,37 @@ def test_a_note_shows_that_a_machine_has_ended(within: Callable[..., None]) -> N
         registry.note("engine", note(host, "vmm-ended", 1))
         while shown(registry) != "stopped":  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+    within(test)
+
+
+def test_that_it_has_ended_is_told_to_broker_and_netstack_and_before_the_next_start(
+    within: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "RETRY_FIRST_S", 0.01)
+
+    async def test(registry: Registry, host: Host) -> None:
+        await started(registry, host)
+        host.state, host.exit = "stopped", 1
+        registry.note("engine", note(host, "vmm-ended", 1))
+        while host.asked.count("broker.instance_down") < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)  # it refuses, and is asked again
+        assert "netstack.instance_down" in host.asked and shown(registry) == "stopped"
+        host.gate = asyncio.Event()  # the answer of the next one is late
+        while not host.held:  # noqa: ASYNC110
+            await asyncio.sleep(0)  # until it is asked
+        host.broker = True
+        host.asked.clear()
+        progress = await registry.start_instance(api.Start(name="web1", no_hook=False), Call())
+        while "engine.query" not in host.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0)  # until the start is at work
+        await asyncio.sleep(0.05)  # time in which it could go wrong
+        assert "broker.instance_up" not in host.asked
+        host.gate.set()
+        assert (await followed(registry, progress)).failed is None
+        told = [each for each in host.asked if each.startswith(("broker.", "netstack."))]
+        assert told[:2] == ["netstack.instance_down", "broker.instance_up"]
+        assert "broker.instance_down" not in told
 
     within(test)
 

@@ -195,6 +195,38 @@ def test_netstack_is_told_again_what_it_could_not_be_told() -> None:
     assert core.offline == set() and world.done == []
 
 
+def test_that_a_machine_has_ended_by_itself_is_told_until_it_is_heard() -> None:
+    world = World(surrounded=True)
+    core, id = running(world)
+    world.end(id, None, 9)
+    world.play(core.look(id))
+    assert state(core) == "stopped" and core.ended == {id}
+    world.fail = lambda _, c: refuse() if isinstance(c, deciding.Down) else None
+    with pytest.raises(Refusal):
+        world.play(core.reconnect())
+    assert core.ended == {id}
+    assert world.core().ended == {id}, "the next registry cannot know whether it was heard"
+    world.fail = lambda number, command: None
+    world.done.clear()
+    world.play(core.reconnect())
+    record = core.by_id(id)
+    assert record is not None
+    assert world.done == [deciding.Down(id, record.intent)] and core.ended == set()
+
+
+def test_a_stop_that_was_not_heard_is_told_again_and_a_start_takes_its_place() -> None:
+    world = World(surrounded=True)
+    core, id = running(world)
+    world.fail = lambda _, c: refuse() if isinstance(c, deciding.Down) else None
+    do(world, core, "stop")
+    assert state(core) == "stopped" and core.ended == {id}
+    assert "no" in world.events[-1].facts.values()
+    assert do(world, core, "start").failed is None
+    world.done.clear()
+    world.play(core.reconnect())
+    assert world.done == [] and core.ended == set()
+
+
 def test_a_start_takes_policy_and_bindings_from_the_config_again() -> None:
     world = World(config=CONFIG, surrounded=True)
     core, _ = made(world)
