@@ -30,7 +30,7 @@ from agent_box.broker.contract import (
     UsageOf,
     Used,
 )
-from agent_box.broker.endpoint import Endpoint
+from agent_box.broker.endpoint import SOCKET, Endpoint
 from agent_box.broker.ledger import DAY_MS, Ledger
 from agent_box.broker.limits import LIMITS, Limits
 from agent_box.broker.notes import WINDOW_S, Notes
@@ -167,10 +167,12 @@ class Broker:
         return Empty()
 
     async def instance_down(self, request: Instance, call: Call) -> Empty:
+        """No request of the boot is served from here on, even when a full disk remembers it:
+        then this raises, and asking again ends the rest."""
         instance = _id(request.instance)
         async with self._turn:
-            self._ledger.remove_boot(instance)
             await self._down(instance)
+            self._ledger.remove_boot(instance)
         return Empty()
 
     def nonces(self, request: NoncesOf, call: Call) -> Nonces:
@@ -225,6 +227,10 @@ class Broker:
                 # One that cannot be read is one instance without endpoints, and says so.
                 self._context.log.error("a boot was not adopted", error=error)
                 self._context.problem = f"the endpoints of {boot.instance} could not be opened"
+        above = self._context.paths.runtime.joinpath(*ROOMS)
+        rooms = [room.name for room in above.iterdir()] if above.is_dir() else []
+        for instance in set(filter(_ID.fullmatch, rooms)) - self._boots.keys():
+            await self._down(instance)
 
     async def _up(self, instance: str, number: int, kept: Kept) -> None:
         bindings = {binding.name: binding for binding in kept.bindings}
@@ -250,10 +256,12 @@ class Broker:
         self._context.log.info("up", instance=instance, boot=number, bindings=sorted(bindings))
 
     async def _down(self, instance: str) -> None:
+        """Ends what runs of a boot. A socket that a killed broker left goes as well."""
         boot = self._boots.pop(instance, None)
         endpoint = self._endpoints.pop(instance, None)
         if endpoint is not None:
             await endpoint.close()
+        (self._room(instance) / SOCKET).unlink(missing_ok=True)
         if boot is not None:
             boot.close()
             self._context.log.info("down", instance=instance, boot=boot.running.boot)

@@ -63,11 +63,10 @@ class Endpoint:
         if self._server is not None:
             self._server.close()
             self._server = None
-        with suppress(FileNotFoundError):
-            (self._room / SOCKET).unlink()
         for guest in list(self._open):
             guest.close()
         await self._tasks.cancel()
+        (self._room / SOCKET).unlink(missing_ok=True)
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open) >= self._desk.limits.connections:

@@ -7,6 +7,7 @@ upstream is connected to and the store has answered.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import secrets
@@ -41,6 +42,7 @@ _REPEATABLE: Final = ("GET", "HEAD", "OPTIONS")
 _UNCOUNTED: Final = Refuse(Reason.BUDGET, 503, "the request could not be counted")
 _UPSTREAMS_MAX: Final = 64  # of a boot
 _TOO_LONG: Final = Refuse(Reason.PUSH_COMMANDS, 413, "the push is too large")
+_TOO_SLOW: Final = Refuse(Reason.PUSH_COMMANDS, 408, "what the body does was not told in time")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +177,11 @@ class Session:
         self._binding, self._route = step.binding.name, _route(step)
         refused = self._budget(step)
         if refused is None and step.wants_commands:
-            commands = await self._commands(head, step)
+            try:
+                async with asyncio.timeout(self._desk.limits.transfer_s):
+                    commands = await self._commands(head, step)
+            except TimeoutError:
+                commands = _TOO_SLOW
             if isinstance(commands, Refuse):
                 return commands
             facts = dataclasses.replace(facts, commands=commands)

@@ -369,14 +369,19 @@ class Client:
         self._writer.transport.abort()
 
 
-def run(play: Callable[[Scene], Awaitable[None]], limits: Limits = LIMITS) -> None:
-    """Plays a test in a scene of its own."""
+def run(
+    play: Callable[[Scene], Awaitable[None]],
+    limits: Limits = LIMITS,
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
+    """Plays a test in a scene of its own, on a loop of the usual kind or of another."""
 
     async def main() -> None:
         async with Scene(limits) as scene:
             await play(scene)
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
 
 
 def secrets_in(*texts: bytes) -> list[bytes]:
