@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from agent_box.cli import link
-from agent_box.cli.render import Failure, Render, Usage, time_text
+from agent_box.cli.render import Failure, Render, Usage, table, time_text
 
 if TYPE_CHECKING:
     from agent_box.bus.client import Client
@@ -48,8 +48,9 @@ def run(
     session: str | None,
     start: bool,
     follow: bool,
+    list: bool,
 ) -> None:
-    """Begins a run, or finds the live one, and shows it to its end.
+    """Begins a run, or finds the live one, and shows it to its end; or lists what is kept.
 
     Raises:
         Failure: exit 20 to 23 and 130 as docs/cli.md says them; 4, it does not run or has no
@@ -60,9 +61,15 @@ def run(
     here = link.place()
     registry, _ = link.ready(here, "registry", out)
     try:
-        found = _running(out, registry, target.name, start=start)
+        if list:
+            found = _inspect(registry, target.name)
+        else:
+            found = _running(out, registry, target.name, start=start)
         channel, _ = link.ready(here, "channel", out)
         try:
+            if list:
+                _list(out, channel, found)
+                return
             with _interrupts() as interrupted:
                 if follow:
                     id = _live(channel, found)
@@ -126,6 +133,24 @@ def _inspect(registry: Client, name: str, seconds: float | None = None) -> Insta
     found = registry.call("inspect", Name(name=name), deadline_s=seconds)
     assert isinstance(found, Instance)
     return found
+
+
+def _list(out: Render, channel: Client, instance: Instance) -> None:
+    """The runs that are kept, newest first; an instance that is stopped has them as well."""
+    from agent_box.channel import contract
+
+    found = channel.call("runs", contract.Instance(instance=instance.id))
+    assert isinstance(found, contract.RunRows)
+    lines = [(time_text(r.begun_ms), _state(r.live), r.session or "-") for r in found.runs]
+    for row in found.runs:
+        fields = {"run": row.run, "session": row.session, "live": row.live}
+        out.item("kept", {"time": time_text(row.begun_ms), **fields})
+    out.text((table(("BEGUN", "STATE", "SESSION"), lines) if lines else "no runs") + "\n")
+    out.end()
+
+
+def _state(live: bool) -> str:
+    return "goes on" if live else "ended"
 
 
 def _live(channel: Client, instance: Instance) -> str:

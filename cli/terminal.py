@@ -88,20 +88,35 @@ def attach(
     if list:
         _list(out, target.name)
         return None
-    if not shell and terminal is None:
-        raise Failure(
-            70,
-            "not-implemented",
-            "attach joins the harness, which is not built yet; --shell opens a shell, and "
-            "--terminal ID joins a terminal",
-            entry="harness",
-        )
     if out.json:
         raise Usage("attach: --json goes with --list")
     _need_terminal("attach")
     with _guest(out, target.name) as guest:
-        request = _attach(guest, target, user, terminal=terminal, argv=[], env=env, timeout_ms=None)
+        argv = [] if shell or terminal is not None else _own_program(guest)
+        request = _attach(
+            guest, target, user, terminal=terminal, argv=argv, env=env, timeout_ms=None
+        )
         return _Attached(guest, request, detach_keys).serve(out)
+
+
+def _own_program(guest: _Guest) -> list[bytes]:
+    """The harness's own program for a terminal, and its arguments.
+
+    Raises:
+        Failure: exit 4, the instance has no harness, or the harness no such program.
+    """
+    from agent_box.config import presets
+
+    name, harness = guest.name, guest.harness
+    if harness is None:
+        why = f"{name} has no harness: its profile had none when it was created"
+        raise Failure(4, "no-harness", f"{why}; --shell opens a shell")
+    tui = presets.load(harness).tui if isinstance(harness, str) else ()
+    if not tui:
+        what = harness if isinstance(harness, str) else "a harness that is a command"
+        why = f"{what} has no program of its own for a terminal"
+        raise Failure(4, "no-terminal-program", f"{why}; --shell opens a shell", name=name)
+    return [word.encode() for word in tui]
 
 
 def exec_command(
@@ -138,6 +153,7 @@ class _Guest:
     def __init__(self, found: Instance, registry: Client, channel: Client, here: link.Place):
         self.name = found.row.name
         self.id = found.id
+        self.harness = found.harness
         self.channel = channel
         self._boots = found.boots
         self._registry = registry

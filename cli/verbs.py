@@ -113,8 +113,11 @@ def _attach(given: Mapping[str, Any]) -> None:
 
 
 def _run(given: Mapping[str, Any]) -> None:
-    if given["follow"] == (given["prompt"] is not None):
-        raise Usage("run: give either --prompt TEXT or --follow")
+    ways = (given["prompt"] is not None, given["follow"], given["list"])
+    if sum(ways) != 1:
+        raise Usage("run: give one of --prompt TEXT, --follow and --list")
+    if given["list"] and (given["start"] or given["session"] or given["timeout"] is not None):
+        raise Usage("run: --list stands alone")
     if given["follow"] and (given["start"] or given["session"] is not None):
         raise Usage("run: --follow takes neither --start nor --session")
     if given["follow"] and given["timeout"] is not None:
@@ -285,7 +288,7 @@ VERBS: Final[tuple[Verb, ...]] = (
         "A terminal in the instance.",
         (
             TARGET,
-            switch("--shell", "a new login shell instead of the harness"),
+            switch("--shell", "a new login shell instead of the harness's own program"),
             option(
                 "--user",
                 "USER",
@@ -310,8 +313,8 @@ VERBS: Final[tuple[Verb, ...]] = (
         check=_attach,
         detail=(
             "Exits with the status of the program, 128 plus the signal, or 0 when detached; a "
-            "terminal that was left goes on. Without --shell it joins the harness, which is not "
-            "built yet."
+            "terminal that was left goes on, and --terminal joins it. Without --shell it opens "
+            "the harness's own program for terminals, where it has one."
         ),
     ),
     Verb(
@@ -352,6 +355,7 @@ VERBS: Final[tuple[Verb, ...]] = (
             option("--session", "ID", values.session, "go on with this session"),
             switch("--start", "start a stopped instance first"),
             switch("--follow", "rejoin the live run"),
+            switch("--list", "list the runs that are kept, and their sessions"),
         ),
         body="run:run",
         check=_run,

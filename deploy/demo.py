@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -206,7 +206,7 @@ class Demo:
         if diff.stdout.split() != ["1", "0", "README.md"]:  # one line more, and nothing else
             raise Failed(f"the commit is not the change that was asked for: {diff.stdout!r}")
         self.say("what was denied, and what the harness was allowed")
-        entries = self.verb("logs", NAME)["events"]
+        entries = self._events()
         for entry in entries:
             if entry["kind"] in ("flow-denied", "name-denied", "permission-allowed") or (
                 "denied" in entry["kind"]
@@ -217,17 +217,20 @@ class Demo:
         self.say(
             "the credentials, looked for: the machine's memory and disk, and all of agent-box's"
         )
-        for name, secret in keys.items():
-            self._absent(name, secret)
+        self._absent(keys)
 
-    def _absent(self, name: str, secret: str) -> None:
+    def _events(self) -> list[dict[str, Any]]:
+        """Of this instance: those before it, of the same name, have theirs as well."""
+        id = self.verb("inspect", NAME)["id"]
+        return [e for e in self.verb("logs", NAME)["events"] if e["instance"] == id]
+
+    def _absent(self, keys: dict[str, str]) -> None:
         """Plainly and in base64. From outside of the machine: no part of it goes in for that.
 
         The two that may have it, the store and the broker, are the two whose memory nobody may
         read; what the store keeps in files is sealed, and is looked into as well.
         """
-        forms = [secret.encode()]
-        forms += [base64.b64encode(bytes(n) + forms[0])[4:-4] for n in range(3)]
+        forms = {form: name for name, secret in keys.items() for form in _forms(secret.encode())}
         looked = 0
         for root in (self.base / "state", self.base / "config", Path(self.env["XDG_RUNTIME_DIR"])):
             for directory, below, names in os.walk(root):
@@ -236,12 +239,15 @@ class Demo:
                 for file in (Path(directory) / each for each in names):
                     if file.is_file() and not file.is_symlink():
                         looked += 1
-                        if _holds(_written(file), forms):
-                            raise Failed(f"the credential {name} is in {file}")
-        started = [e for e in self.verb("logs", NAME)["events"] if e["kind"] == "vmm-started"]
-        if _holds(_memory(started[-1]["facts"]["pid"]), forms):
-            raise Failed(f"the credential {name} is in the memory of the machine")
-        print(f"  {name}: not in the machine's memory, not in {looked} files, its disk among them")
+                        if form := _holds(_written(file), forms):
+                            raise Failed(f"the credential {forms[form]} is in {file}")
+        started = [e for e in self._events() if e["kind"] == "vmm-started"]
+        if form := _holds(_memory(started[-1]["facts"]["pid"]), forms):
+            raise Failed(f"the credential {forms[form]} is in the memory of the machine")
+        for name in keys:
+            print(
+                f"  {name}: not in the machine's memory, not in {looked} files, its disk among them"
+            )
 
     # ------------------------------------------------------------------ what stands in
 
@@ -373,14 +379,22 @@ class Failed(Exception):
     """One line."""
 
 
-def _holds(pieces: Iterator[bytes], forms: list[bytes]) -> bool:
+def _forms(secret: bytes) -> list[bytes]:
+    """As it is, and in base64 wherever in a text it begins."""
+    return [secret, *(base64.b64encode(bytes(n) + secret)[4:-4] for n in range(3))]
+
+
+def _holds(pieces: Iterator[bytes], forms: Iterable[bytes]) -> bytes | None:
+    """The first of the forms that is there."""
     overlap = max(map(len, forms))
     tail = b""
     for piece in pieces:
-        if any(form in tail + piece for form in forms):
-            return True
-        tail = piece[-overlap:]
-    return False
+        whole = tail + piece
+        for form in forms:
+            if form in whole:
+                return form
+        tail = whole[-overlap:]
+    return None
 
 
 def _written(file: Path) -> Iterator[bytes]:

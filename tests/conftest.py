@@ -6,6 +6,11 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# No example has a time: hosts are busy.
+settings.register_profile("agent-box", deadline=None)
+settings.load_profile("agent-box")
 
 
 def pytest_configure(config: pytest.Config) -> None:

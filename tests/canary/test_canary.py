@@ -84,7 +84,7 @@ RUNS: dict[str, list[list[str]]] = {
     "completion": [["bash"]],
     "attach": [["web1", "--list"], ["web1"], ["web1", "--shell"]],
     "exec": [["web1", "true"]],
-    "run": [["web1", "--prompt", "hello"], ["web1", "--follow"]],
+    "run": [["web1", "--prompt", "hello"], ["web1", "--follow"], ["web1", "--list"]],
     "daemon": [[]],  # one runs, so it says no; --stop comes last
 }
 

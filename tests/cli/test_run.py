@@ -91,6 +91,7 @@ class Said:
         monkeypatch.setattr(link, "ready", lambda here, name, out: (fake, None))
         stdout, stderr = io.StringIO(), io.StringIO()
         out = Render("run", json=as_json, stdout=stdout, stderr=stderr)
+        out.streaming = True  # as the verb says of itself
         fields: dict[str, Any] = {
             "target": Place("web1", None),
             "prompt": "hello",
@@ -98,6 +99,7 @@ class Said:
             "session": None,
             "start": False,
             "follow": False,
+            "list": False,
         }
         self.failure: Failure | None = None
         try:
@@ -241,6 +243,33 @@ def test_start_starts_one_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("agent_box.cli.lifecycle.bring_up", bring_up)
     assert Said(monkeypatch, fake, start=True).code == (0, "")
+
+
+def test_the_runs_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An instance need not run for it."""
+    fake = Fake()
+    fake.state = "stopped"
+    fake.runs = [
+        RunRow(run="b" * 32, session=None, begun_ms=2000, live=True),
+        RunRow(run="c" * 32, session="s\x1b[2J", begun_ms=1000, live=False),
+    ]
+    said = Said(monkeypatch, fake, prompt=None, list=True)
+    assert said.out.splitlines() == [
+        "BEGUN                     STATE    SESSION",
+        "1970-01-01T00:00:02.000Z  goes on  -",
+        "1970-01-01T00:00:01.000Z  ended    s\\x1b[2J",
+    ]
+    lines = Said(monkeypatch, fake, prompt=None, list=True, as_json=True).out.splitlines()
+    kept = [json.loads(line) for line in lines]
+    assert [(k["type"], k.get("session"), k.get("live")) for k in kept[:2]] == [
+        ("kept", None, True),
+        ("kept", "s\x1b[2J", False),
+    ]
+    assert kept[2] == {"type": "end", "ok": True, "exit": 0}
+    fake.runs = []
+    assert Said(monkeypatch, fake, prompt=None, list=True).out == "no runs\n"
+    fake.harness = None  # nothing needs it
+    assert Said(monkeypatch, fake, prompt=None, list=True).code == (0, "")
 
 
 def test_follow_shows_the_newest_that_is_live(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,15 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support import cli
 from support.attached import Person, Toys
 from support.until import until
+
+from agent_box.cli import terminal
 
 # Puts its terminal in raw mode, says so, and shows each byte that comes as two hex digits.
 HEX = """
@@ -270,7 +274,8 @@ def test_a_killed_channel_during_output_and_input(toys: Toys) -> None:
         ("attach web1 --shell", 64, "attach: stdin is not a terminal"),
         ("attach web1 --shell --json", 64, "attach: --json goes with --list"),
         ("attach web1 --shell --detach-keys ctrl-1", 64, "'ctrl-1'"),
-        ("attach web1", 70, "harness"),
+        ("attach web1", 64, "attach: stdin is not a terminal"),
+        ("attach web1 --json", 64, "attach: --json goes with --list"),
         ("attach gone --list", 3, "there is no instance gone"),
     ],
 )
@@ -313,6 +318,29 @@ def test_a_terminal_that_is_not_there(toys: Toys) -> None:
 
 
 # ----------------------------------------------------------------------------- attach
+
+
+@pytest.mark.parametrize(
+    ("harness", "said"),
+    [
+        (None, "web1 has no harness"),
+        (["kage"], "a harness that is a command has no program of its own"),
+        ("codex", "codex has no program of its own"),
+    ],
+)
+def test_a_harness_without_a_program_for_terminals(
+    toys: Toys, harness: str | list[str] | None, said: str
+) -> None:
+    toys.registry.harness = harness
+    with Person(["attach", "web1"], toys.env) as person:
+        code, told = person.end()
+    assert code == 4 and said in told
+
+
+def test_without_shell_it_is_the_program_of_the_harness() -> None:
+    guest: Any = SimpleNamespace(name="web1", harness="opencode")
+    (program,) = terminal._own_program(guest)
+    assert program.startswith(b"/usr/lib/harness/") and program.endswith(b"/bin/opencode")
 
 
 def test_the_size_is_right_from_the_first_command_on(toys: Toys) -> None:

@@ -56,11 +56,13 @@ class Registry:
 
     Attributes:
         state: of the one instance, web1; None: there is none.
+        harness: its.
     """
 
     def __init__(self, house: House) -> None:
         self.state: str | None = "running"
         self.boots = 1
+        self.harness: str | list[str] | None = None
         self._house = house
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -77,7 +79,9 @@ class Registry:
         if request.name != "web1" or self.state is None:
             raise Refusal(Reason.NOT_FOUND, f"there is no instance {request.name}")
         row = filled(get_type_hints(Instance)["row"], name="web1", state=self.state)
-        made: Instance = filled(Instance, row=row, id="0" * 32, boots=self.boots)
+        made: Instance = filled(
+            Instance, row=row, id="0" * 32, boots=self.boots, harness=self.harness
+        )
         return made
 
     def _refuse(self, *_: Any) -> NoReturn:
