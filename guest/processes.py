@@ -1,9 +1,11 @@
-"""How many processes the agent's uid may have, so that a fork bomb leaves room for us.
+"""How many processes the agent's uid may have, and whose turn it is, so that a fork bomb leaves
+room for us.
 
 Whatever is started for the agent, as its uid or as root, joins one control group before it
 becomes the program; its children are in it, too. The kernel refuses their forks (EAGAIN) when
 the group is full (cgroup v2, pids.max), never those of PID 1 or of the agent process, which
-stay outside.
+stay outside. And the scheduler sees the whole group as one process beside ours (cpu controller,
+the weight of nice 0), however many are in it: the control port is answered while they spin.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def prepare() -> None:
     try:
         with contextlib.suppress(FileExistsError):  # of the agent process before this one
             os.mkdir(f"{ROOT}/{GROUP}")
-        _write(f"{ROOT}/cgroup.subtree_control", "+pids")
+        _write(f"{ROOT}/cgroup.subtree_control", "+pids +cpu")
         _write(f"{ROOT}/{GROUP}/pids.max", str(limit()))
     except OSError as error:
         system.log(f"the agent's processes are not counted: {error}")

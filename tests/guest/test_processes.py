@@ -23,7 +23,7 @@ def test_it_is_made_and_joined(group: Path) -> None:
     for _ in range(2):  # an agent process that died made it already
         processes.prepare()
         assert (group / "agent" / "pids.max").read_text() == "950"
-    assert (group / "cgroup.subtree_control").read_text() == "+pids"
+    assert (group / "cgroup.subtree_control").read_text() == "+pids +cpu"
     processes.join()
     assert (group / "agent" / "cgroup.procs").read_text() == "0"
 
