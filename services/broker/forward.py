@@ -212,8 +212,8 @@ def reply(
     options = connection_options(headers)
     if options is None:
         return Refuse(Reason.REPLY_BAD, 502, "the reply's Connection header cannot be read")
-    if status == 101 and b"upgrade" not in options:
-        return Refuse(Reason.REPLY_BAD, 502, "the reply upgrades to nothing")
+    if status == 101 and (b"upgrade" not in options or _upgrade_to(headers) != [b"websocket"]):
+        return Refuse(Reason.REPLY_BAD, 502, "the reply upgrades to something else")
     gone = _NEVER_DOWN | (options - {b"set-cookie"})
     kept: list[tuple[bytes, bytes]] = []
     for name, value in headers:
@@ -225,9 +225,13 @@ def reply(
             value = _COOKIE_NOT_HERE.sub(b"", value)
         kept.append((name, value))
     if status == 101:
-        protocol = next((v for n, v in headers if n == b"upgrade"), b"websocket")
-        return [*kept, (b"connection", b"upgrade"), (b"upgrade", protocol)]
+        return [*kept, (b"connection", b"upgrade"), (b"upgrade", b"websocket")]
     return [*kept, *_reply_framing(headers, status, method)]
+
+
+def _upgrade_to(headers: Headers) -> list[bytes]:
+    """What the reply switches to. The gate lets nothing be asked for but a WebSocket."""
+    return [value.lower() for name, value in headers if name == b"upgrade"]
 
 
 def _reply_framing(headers: Headers, status: int, method: str) -> Headers:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.brokerscene import REAL, Client, Scene, run, secrets_in
-from support.upstreams import App
+from support.upstreams import App, Raw
 
 from agent_box.broker.limits import LIMITS
 
@@ -250,5 +250,149 @@ def test_nothing_of_a_bad_request_is_told() -> None:
             told = answer + repr(scene.registry.notes).encode() + repr(scene.log.lines).encode()
             assert b"canary" not in told and nonce.encode() not in told
             assert REAL not in told
+
+    run(play)
+
+
+# ------------------------------------------------------------------ upgrades
+
+SECOND = "GET /admin HTTP/1.1"
+
+
+async def switching(scene: Scene, answer: bytes) -> tuple[Raw, bytearray]:
+    """An upstream that answers an upgrade so, and what it is sent after the head."""
+    after = bytearray()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await server.head(reader)
+        writer.write(answer)
+        await writer.drain()
+        while data := await reader.read(1000):
+            after.extend(data)
+
+    server = await Raw(serve).start(scene.authority.server())
+    scene.closing(server.stop)
+    scene.bind("api", server.port, more="upgrade = true", routes=(("/v1/ws", "exact", ("GET",)),))
+    await scene.up()
+    return server, after
+
+
+def _upgrade(scene: Scene) -> tuple[bytes, bytes]:
+    """The head of an upgrade, and a request that would be refused, sent right behind it."""
+    own = "".join(f"{name}: {value}\r\n" for name, value in scene.headers("api"))
+    ask = f"GET /v1/ws HTTP/1.1\r\n{own}Upgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
+    return ask.encode(), f"{SECOND}\r\n{own}Connection: close\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize("status", ["200 OK", "403 Forbidden", "426 Upgrade Required"])
+def test_an_upgrade_that_is_declined_opens_no_tunnel(status: str) -> None:
+    """What follows is the next request, and judged as one (a known way to smuggle)."""
+
+    async def play(scene: Scene) -> None:
+        answer = f"HTTP/1.1 {status}\r\nContent-Length: 2\r\n\r\nno".encode()
+        server, after = await switching(scene, answer)
+        said = await scene.talk(b"".join(_upgrade(scene)))
+        assert said.startswith(f"HTTP/1.1 {status[:3]}".encode())
+        assert said.count(b"HTTP/1.1 404") == 1
+        assert (len(server.heads), bytes(after)) == (1, b"")
+
+    run(play)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"Upgrade: h2c\r\nConnection: upgrade\r\n",
+        b"Upgrade: websocket, h2c\r\nConnection: upgrade\r\n",
+        b"Upgrade: websocket\r\n",
+        b"Connection: upgrade\r\n",
+        b"",
+    ],
+)
+def test_an_upgrade_to_something_else_is_refused(lines: bytes) -> None:
+    async def play(scene: Scene) -> None:
+        answer = b"HTTP/1.1 101 Switching Protocols\r\n" + lines + b"\r\n"
+        server, after = await switching(scene, answer)
+        said = await scene.talk(b"".join(_upgrade(scene)))
+        assert b" 101 " not in said and said.startswith(b"HTTP/1.1 502")
+        assert (len(server.heads), bytes(after)) == (1, b"")
+
+    run(play)
+
+
+def test_nothing_is_tunnelled_before_the_upstream_agreed() -> None:
+    async def play(scene: Scene) -> None:
+        agreed = asyncio.Event()
+        early: list[bytes] = []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await server.head(reader)
+            try:
+                early.append(await asyncio.wait_for(reader.read(1000), 0.5))
+            except TimeoutError:
+                early.append(b"")
+            writer.write(
+                b"HTTP/1.1 101 Switching Protocols\r\n"
+                b"Upgrade: websocket\r\nConnection: upgrade\r\n\r\nhello"
+            )
+            early.append(await reader.read(1000))
+            agreed.set()
+
+        server = await Raw(serve).start(scene.authority.server())
+        scene.closing(server.stop)
+        scene.bind("api", server.port, more="upgrade = true")
+        await scene.up()
+        ask, _ = _upgrade(scene)
+        reader, writer = await scene.connect()
+        writer.write(ask + b"frame")
+        await asyncio.wait_for(reader.readuntil(b"hello"), 20)
+        await asyncio.wait_for(agreed.wait(), 20)
+        assert early == [b"", b"frame"]
+        writer.close()
+
+    run(play)
+
+
+def test_the_credential_in_an_upgraded_connection_is_cut() -> None:
+    async def play(scene: Scene) -> None:
+        answer = (
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: upgrade\r\n"
+            b"\r\n\x81\x7e" + REAL
+        )
+        await switching(scene, answer)
+        ask, _ = _upgrade(scene)
+        said = await scene.talk(ask)
+        assert secrets_in(said) == [] and REAL[:12] not in said
+        assert len(await scene.noted("reply-cut")) == 1
+
+    run(play)
+
+
+# ------------------------------------------------------------------ ahead of the reply
+
+
+def test_requests_that_are_sent_ahead_without_end_are_held_and_not_kept() -> None:
+    """A guest that never reads and always asks: what waits for it is bounded."""
+
+    async def play(scene: Scene) -> None:
+        upstream = await up(scene)
+        own = "".join(f"{name}: {value}\r\n" for name, value in scene.headers("api"))
+        one = f"GET /v1/messages HTTP/1.1\r\n{own}X: {'a' * 4000}\r\n\r\n".encode()
+        reader, writer = await scene.connect()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        sent = 0
+        try:
+            async with asyncio.timeout(3):
+                while sent < 40_000:
+                    writer.write(one)
+                    await writer.drain()
+                    sent += 1
+        except TimeoutError:
+            pass  # it is held
+        assert sent < 40_000
+        assert (await scene.ask("api", method="GET")).status == 200  # nobody else is
+        assert len(upstream.asked) <= sent + 1
+        writer.transport.abort()
+        reader.feed_eof()
 
     run(play)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import subprocess
 import tempfile
+from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from support.brokerscene import ID, REAL, Scene, run
+from support.brokerscene import ID, REAL, Client, Scene, run
 from support.nginxgit import ENV, PRESENT, USER, GitServer
 
+from agent_box.broker import git as broker_git
 from agent_box.broker.contract import NoncesOf
 from agent_box.channel.provisioning import plan
 
@@ -56,7 +59,7 @@ class Guest:
             env=self.env,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             cwd=self.home,
         )
         assert (ran.returncode == 0) is ok, ran.stderr
@@ -169,16 +172,77 @@ def test_repositories_that_are_not_listed_or_not_for_pushes(tmp_path: Path) -> N
     played(tmp_path, play)
 
 
-def test_a_larger_push_is_streamed_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mib", [8, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_a_larger_push_is_streamed_as_it_is(tmp_path: Path, mib: int) -> None:
+    """Relay and broker run in this process, and hold no pack."""
+    size = mib << 20
+
+    async def play(guest: Guest) -> None:
+        await guest.git("clone", "-q", f"{guest.url}/o/app.git", "app")
+        with (tmp_path / "app" / "noise").open("wb") as noise:
+            for _ in range(mib):
+                noise.write(os.urandom(1 << 20))
+        await guest.git("-C", "app", "add", "noise")
+        await guest.git("-C", "app", "commit", "-q", "-m", "large")
+        before = peak_mib()
+        await guest.git("-C", "app", "push", "-q", "origin", f"HEAD:{MINE}large")
+        assert f"{MINE}large" in guest.server.refs("o/app")
+        assert guest.scene.used()["code"]["bytes_up"] > size
+        await guest.git("clone", "-q", "-b", "agent-box/work/large", f"{guest.url}/o/app", "again")
+        assert (tmp_path / "again" / "noise").stat().st_size == size
+        grown = peak_mib() - before
+        print(f"\n{mib} MiB pushed and fetched: at most {grown:.1f} MiB more of memory")
+        assert grown < 64
+
+    played(tmp_path, play)
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def test_a_pack_over_the_limit_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def play(guest: Guest) -> None:
         await guest.git("clone", "-q", f"{guest.url}/o/app.git", "app")
         (tmp_path / "app" / "noise").write_bytes(os.urandom(SIZE))
         await guest.git("-C", "app", "add", "noise")
         await guest.git("-C", "app", "commit", "-q", "-m", "large")
-        await guest.git("-C", "app", "push", "-q", "origin", f"HEAD:{MINE}large")
+        monkeypatch.setattr(broker_git, "PACK_MAX", SIZE // 2)
+        push = ("-C", "app", "push", "-q", "origin", f"HEAD:{MINE}large")
+        await guest.git(*push, ok=False)  # in chunks: seen when it is over
+        said = await guest.git("-c", f"http.postBuffer={2 * SIZE}", *push, ok=False)
+        assert "413" in said  # with its length: nothing was sent on
+        assert guest.server.refs("o/app") == ["refs/heads/main"]
+        monkeypatch.undo()
+        await guest.git(*push)
         assert f"{MINE}large" in guest.server.refs("o/app")
-        assert guest.scene.used()["code"]["bytes_up"] > SIZE
-        await guest.git("clone", "-q", "-b", "agent-box/work/large", f"{guest.url}/o/app", "again")
-        assert (tmp_path / "again" / "noise").stat().st_size == SIZE
+
+    played(tmp_path, play)
+
+
+def test_a_second_repository_on_the_same_connection_is_judged_anew(tmp_path: Path) -> None:
+    async def play(guest: Guest) -> None:
+        scene = guest.scene
+        pair = b64encode(f"x:{scene.nonce('code')}".encode()).decode()
+        headers = [("Host", "code.broker.internal"), ("Authorization", f"Basic {pair}")]
+        client = Client(*await scene.connect())
+        for name, service, status in (
+            ("o/app", "git-upload-pack", 200),
+            ("o/hidden", "git-upload-pack", 404),
+            ("o/lib", "git-upload-pack", 200),
+            ("o/lib", "git-receive-pack", 403),
+            ("o/app", "git-receive-pack", 200),
+            ("o/app", "git-upload-archive", 404),
+        ):
+            target = f"/{name}.git/info/refs?service={service}"
+            reply = await client.ask("GET", target, headers)
+            assert reply.status == status, (name, service, reply)
+        client.close()
+        assert len([line for line in guest.server.asked() if " 200 " in line]) == 3
+        assert len(guest.server.asked()) == 3
 
     played(tmp_path, play)

@@ -6,12 +6,15 @@ import asyncio
 import datetime
 import gzip
 import ssl
+import zlib
 from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+import brotli
 import pytest
 import trustme
+import zstandard
 from aiohttp import web
 from support.brokerscene import REAL, Client, Scene, run
 from support.upstreams import App, Asked, Authority, Raw
@@ -187,6 +190,34 @@ def test_a_reply_that_is_torn_does_not_look_whole(what: str) -> None:
     run(play)
 
 
+def test_a_reset_in_the_middle_does_not_look_whole() -> None:
+    async def play(scene: Scene) -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await server.head(reader)
+            writer.write(TORN["in the body"])
+            await writer.drain()
+            await reader.readexactly(2)  # what the guest sends when it has the first bytes
+            writer.transport.abort()
+
+        server = await Raw(serve).start(scene.authority.server())
+        scene.closing(server.stop)
+        scene.bind("api", server.port)
+        await scene.up()
+        reader, writer = await scene.connect()
+        head = "".join(f"{name}: {value}\r\n" for name, value in scene.headers("api"))
+        writer.write(f"POST /v1/x HTTP/1.1\r\n{head}Content-Length: 4\r\n\r\n".encode())
+        await reader.readuntil(b"abc")
+        writer.write(b"{}")
+        try:
+            rest = await asyncio.wait_for(reader.read(), 20)
+        except OSError:
+            rest = b""
+        assert rest == b""
+        writer.close()
+
+    run(play)
+
+
 def test_one_that_hangs_is_given_up() -> None:
     async def play(scene: Scene) -> None:
         await raw(scene, b"", end=False)
@@ -280,7 +311,38 @@ async def _split(request: web.Request, asked: Asked) -> web.StreamResponse:
     return reply
 
 
+async def _trailer(request: web.Request, asked: Asked) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.write(
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n"
+        b"X-Key: " + REAL + b"\r\n\r\n"
+    )
+    request.transport.close()
+    return web.Response()
+
+
+async def _early_hint(request: web.Request, asked: Asked) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.write(b"HTTP/1.1 103 Early Hints\r\nLink: " + REAL + b"\r\n\r\n")
+    return web.Response(body=b"fine")
+
+
+async def _moved(request: web.Request, asked: Asked) -> web.StreamResponse:
+    where = f"https://elsewhere.example/?key={REAL.decode()}"
+    return web.Response(status=302, headers={"Location": where})
+
+
 REFLECTIONS: dict[str, Reflect] = {
+    "in a trailer": _trailer,
+    "in an early hint": _early_hint,
+    "in a redirect": _moved,
+    "in a cookie": _text(b"fine", Set_Cookie=f"key={REAL.decode()}; Path=/"),
+    "in deflate": _text(zlib.compress(b"you sent " + REAL), Content_Encoding="deflate"),
+    "in br": _text(brotli.compress(b"you sent " + REAL), Content_Encoding="br"),
+    "in zstd": _text(zstandard.compress(b"you sent " + REAL), Content_Encoding="zstd"),
+    "in two codings": _text(
+        gzip.compress(brotli.compress(b"you sent " + REAL)), Content_Encoding="br, gzip"
+    ),
     "in a header": _text(b"fine", X_Debug=f"key={REAL.decode()}"),
     "in the body": _text(b"you sent " + REAL + b" to us"),
     "across chunks": _split,
