@@ -170,6 +170,13 @@ def _terminal(
     return master, slave
 
 
+# What Python ignores, which an exec would pass on, and what it handles until there is one.
+_RESET: Final = (
+    *(signal.SIGPIPE, signal.SIGXFSZ),
+    *(signal.SIGINT, signal.SIGHUP, signal.SIGTERM),
+)
+
+
 def _become(launch: Launch, ground: Ground, fds: tuple[int, int, int], tells: int) -> NoReturn:
     """The child, until the program takes its place."""
     try:
@@ -198,7 +205,7 @@ def _enter(ground: Ground, user: str) -> None:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     os.umask(0o022)
-    for name in (signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    for name in _RESET:
         signal.signal(name, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 

@@ -94,6 +94,7 @@ class Program:
         self._open: dict[int, int] = {}  # of each source that is not at its end: its descriptor
         self._left: dict[int, int] = {}  # of each, what may still be read after the end
         self._status: int | None = None
+        self._is_full = False  # with what an ended terminal's program has put out
         self._timed_out = False
         self._said = b""
         self._timers: list[Timer] = []
@@ -267,16 +268,19 @@ class Program:
         self.flow()
 
     def _quiet(self) -> None:
-        """A terminal's output comes through a queue of the kernel's, a moment late."""
-        if 0 in self._open and self.outputs[0].room(watched=self._held):
-            if launch.unread(self._open[0]):
-                self._loop.later(QUIET_S, self._quiet)
-            else:
-                self._close_output(0)
-                self._over()
-                self.flow()
-        elif 0 in self._open:
+        """A terminal's output comes through a queue of the kernel's, a moment late. The end of
+        that is told by the kernel, which hangs the terminal up with its session; only a program
+        that gave its terminal up before leaves it to those who have it still."""
+        if 0 not in self._open:
+            return
+        if not self.outputs[0].room(watched=self._held):
+            self._is_full = True  # until somebody reads
+        elif launch.unread(self._open[0]):
             self._loop.later(QUIET_S, self._quiet)
+        else:
+            self._close_output(0)
+            self._over()
+            self.flow()
 
     def _over(self) -> None:
         """When it has ended and all of its output is here, its end can be told."""
@@ -305,6 +309,9 @@ class Program:
 
     def flow(self) -> None:
         """Reads what there is room for, and sends what there is."""
+        if self._is_full and self.outputs[0].room(watched=self._held):
+            self._is_full = False
+            self._loop.later(QUIET_S, self._quiet)
         for source, fd in list(self._open.items()):
             room = self.began and self.outputs[source].room(watched=self._held)
             self._loop.watch(fd, IN if room else 0, self._reading(source))

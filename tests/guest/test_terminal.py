@@ -7,6 +7,7 @@ import json
 import os
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -254,6 +255,13 @@ def test_the_environment_is_built(house: House, monkeypatch: pytest.MonkeyPatch)
     assert "SECRET_OF_THE_HOST" not in found and "TERM" not in found
 
 
+@pytest.mark.parametrize("op", ["command", "terminal"])
+def test_no_signal_is_ignored_or_blocked_from_the_start(house: House, op: str) -> None:
+    host = house.host().open(op, "a", "grep", "-E", "Sig(Ign|Blk)", "/proc/self/status")
+    assert host.status() == 0
+    assert host.out[0].split() == [b"SigBlk:", b"0" * 16, b"SigIgn:", b"0" * 16]
+
+
 def test_a_signal_reaches_the_group(house: House) -> None:
     host = house.host().open("command", "a", "sh", "-c", "echo up; sleep 1000 & wait")
     host.until(lambda h: h.out[0])
@@ -395,6 +403,26 @@ def test_a_terminal_that_nobody_watches_runs_on(house: House, tmp_path: Path) ->
     again = house.host().open("terminal", "a", new=False)
     again.until(lambda h: b"last" in h.out[0])
     assert len(again.out[0]) <= program.RING + (1 << 16) and again.start[0] > 3_000_000
+
+
+def test_a_terminal_that_was_given_up_to_a_child_ends_when_all_is_read(house: House) -> None:
+    """The kernel tells no end then: the child has it still."""
+    size = program.TERMINAL_WINDOW + 2000  # more than is read before somebody sees it
+    code = (
+        "import fcntl, os, sys, termios, signal\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "if os.fork() == 0: os.read(0, 1)\n"
+        f"else: os.write(1, b'x' * {size}); fcntl.ioctl(0, termios.TIOCNOTTY); os._exit(4)"
+    )
+    host = house.host()
+    host.acks = False
+    host.open("terminal", "a", sys.executable, "-c", code)
+    host.until(lambda h: any(p._is_full for p in house.terminals._programs.values()))
+    assert len(host.out[0]) == program.TERMINAL_WINDOW
+    host.acks = True
+    host.send(streams.data(Frame.SEEN, len(host.out[0]), b"", 0))
+    assert host.status() == 4
+    assert len(host.out[0]) == size
 
 
 def test_the_newest_attachment_has_it(house: House) -> None:
