@@ -190,7 +190,8 @@ class Device:
             self.counts["clients"] += 1
 
     def _client_event(self, client: Client, event: int) -> None:
-        if client.line is not None:
+        greets = client.line is not None
+        if greets:
             self._greet(client)
             if client.line is not None or client.fd not in self._hosts.clients:
                 return
