@@ -236,6 +236,31 @@ def forgets(_: str) -> None:
     opened()
 
 
+def forks(where: str) -> None:
+    """A fork bomb; `away`, each part of it in a session of its own."""
+    opened()
+    text("working")
+    while True:
+        try:
+            if os.fork() == 0 and where == "away":
+                os.setsid()
+        except OSError:
+            time.sleep(0.05)  # an emulated CPU has nothing else to do otherwise
+
+
+def fills(path: str) -> None:
+    """Fills the disk, and says how that ended."""
+    prompt = opened()
+    try:
+        with open(path, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 20))
+    except OSError as error:
+        text(str(error.strerror))
+    answer(prompt, {"stopReason": "end_turn"})
+    opened()
+
+
 def asks_for_files(_: str) -> None:
     prompt = opened()
     say({"id": "f1", "method": "fs/write_text_file", "params": {"path": "/x", "content": ""}})

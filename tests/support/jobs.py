@@ -18,25 +18,29 @@ NAME = "worker"
 
 
 class Job(Machines):
-    """An agent-box with one running machine, and a forge with one repository.
+    """An agent-box with running machines, and a forge with one repository.
+
+    Args:
+        names: of the machines.
 
     Attributes:
         token: what the forge wants, and only the store has.
         bare: the repository.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
         super().__init__()
         try:
             self.token = f"t{secrets.token_hex(24)}"
             self._forge()
             self.up()
             assert self.run("secret", "set", "forge", stdin=self.token).exit == 0
-            assert self.run("create", NAME).exit == 0
-            self.start(NAME)
             agent = Path(acpagent.__file__).read_text()
-            ran = self.run("exec", NAME, "--", "sh", "-c", f"cat >{AGENT}", stdin=agent)
-            assert ran.exit == 0, ran
+            for name in names or (NAME,):
+                assert self.run("create", name).exit == 0
+                self.start(name)
+                ran = self.run("exec", name, "--", "sh", "-c", f"cat >{AGENT}", stdin=agent)
+                assert ran.exit == 0, ran
         except BaseException:
             self.close()
             raise
