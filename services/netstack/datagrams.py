@@ -81,20 +81,22 @@ class Datagrams:
                 self._refuse(flow, verdict, known)
                 return
         refused: tuple[Verdict, Facts] | None = None
+        failed = 0
         for address in order(found.addresses):
             if not usable(address):
                 continue
             there = msgspec.structs.replace(known, address=address)
             verdict = self._judge.flow(there, now)
             if verdict.verdict == "allow":
-                if not self._connect(flow, address, there):
+                if not (failed := self._connect(flow, address, there)):
                     return
             elif refused is None:
                 refused = verdict, there
-        if refused is not None:
+        if refused is not None and not failed:
             self._refuse(flow, *refused)
         else:
-            self._flows.refuse(flow, HOST_UNREACHABLE)
+            net = failed == errno.ENETUNREACH
+            self._flows.refuse(flow, NET_UNREACHABLE if net else HOST_UNREACHABLE)
 
     def _refuse(self, flow: UdpFlow, verdict: Verdict, known: Facts) -> None:
         self._reporter.deny_flow(verdict, known, self._poller.now)
