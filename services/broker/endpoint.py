@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from agent_box.broker.guest import Guest
+from agent_box.broker.line import Line
 from agent_box.broker.session import Boot, Desk, Session
 from agent_box.process.paths import SOCKET_PATH_MAX
 from agent_box.process.tasks import TaskSet
@@ -52,8 +53,9 @@ class Endpoint:
         try:
             short = len(os.fsencode(path)) <= SOCKET_PATH_MAX
             name = str(path) if short else f"/proc/self/fd/{directory}/{SOCKET}"
-            self._server = await asyncio.start_unix_server(
-                self._accepted, name, limit=self._desk.limits.chunk, backlog=_BACKLOG
+            limits = self._desk.limits
+            self._server = await asyncio.get_running_loop().create_unix_server(
+                lambda: Line(limits.chunk, limits.buffer, self._accepted), name, backlog=_BACKLOG
             )
         finally:
             os.close(directory)
@@ -68,11 +70,11 @@ class Endpoint:
         await self._tasks.cancel()
         (self._room / SOCKET).unlink(missing_ok=True)
 
-    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accepted(self, line: Line) -> None:
         if len(self._open) >= self._desk.limits.connections:
-            writer.transport.abort()
+            line.abort()
             return
-        guest = Guest(reader, writer, self._desk.limits)
+        guest = Guest(line, self._desk.limits)
         self._open.add(guest)
         self._tasks.spawn(self._serve(guest), name="session")
 

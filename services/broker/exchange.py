@@ -102,7 +102,9 @@ class Exchange:
         self._needles: Final = scrub.Needles(inject)
         self._moved = Count()
         self._up = self._down = 0  # bytes of the whole exchange
-        self._sent = asyncio.get_running_loop().time()  # the last of the request
+        self._clock: Final = asyncio.get_running_loop().time
+        self._uploading: asyncio.Task[None] | None = None
+        self._sent = self._clock()  # the last of the request
         self._heard = False  # anything of a reply
         self._meter: usage.Meter | None = None
         self._settled = False  # its tokens are counted
@@ -115,11 +117,11 @@ class Exchange:
         Refused, Stale: nothing was sent to the guest.
         Cut, Broken, guest.Gone: its connection must be reset.
         """
-        # The task's first step is before the end of this turn: a body that is here already
-        # leaves together with the head.
-        first = self._machine.send(forward.request(self._inject))
-        self._uploading = self._tasks.hold(self._upload(), name="upload")
-        self._write(first)
+        self._write(self._machine.send(forward.request(self._inject)))
+        if not self._up_at_once():
+            # Its first step is before the end of this turn: a part of a body that is here
+            # already leaves together with the head.
+            self._uploading = self._tasks.hold(self._upload(), name="upload")
         try:
             async with asyncio.timeout(self._limits.transfer_s) as self._whole:
                 await self._download()
@@ -138,6 +140,23 @@ class Exchange:
 
     # ------------------------------------------------------------------ up
 
+    def _up_at_once(self) -> bool:
+        """Whether all of the request was here, as nearly every one is: then it costs no task."""
+        if self._kept:
+            return False
+        try:
+            while (event := self._guest.here()) is not None:
+                if isinstance(event, h11.EndOfMessage):
+                    self._request_ends(event)
+                    return True
+                self._put_up(bytes(event.data))
+        except h11.RemoteProtocolError:
+            self._body_is_bad()
+            return True
+        except (OSError, h11.LocalProtocolError):
+            return True  # as in `_upload`
+        return False
+
     async def _upload(self) -> None:
         """Ends quietly: how the exchange ends is seen on the way down."""
         try:
@@ -148,40 +167,53 @@ class Exchange:
                 if isinstance(event, h11.EndOfMessage):
                     break
                 await self._pass_up(bytes(event.data))
-            trailers = forward.trailers(self._inject, event.headers.raw_items())
-            self._write(self._machine.send(h11.EndOfMessage(headers=trailers)))
-            self._sent = asyncio.get_running_loop().time()
-            await self._guest.left()
-            self._gone = True
-            self._connection.close()
+            self._request_ends(event)
         except h11.RemoteProtocolError:
-            self._bad_body = Refuse(Reason.BODY_BAD, 400, "the body is not framed as its head says")
-            self._connection.close()
+            self._body_is_bad()
         except Gone:
-            self._gone = True
-            self._connection.close()
+            self._left()
         except (OSError, TimeoutError, h11.LocalProtocolError):
             pass  # the upstream takes no more; it may have answered already
 
+    def _request_ends(self, event: h11.EndOfMessage) -> None:
+        trailers = forward.trailers(self._inject, event.headers.raw_items())
+        self._write(self._machine.send(h11.EndOfMessage(headers=trailers)))
+        self._sent = self._clock()
+        self._guest.watch(self._left)
+
+    def _body_is_bad(self) -> None:
+        self._bad_body = Refuse(Reason.BODY_BAD, 400, "the body is not framed as its head says")
+        self._connection.close()
+
+    def _left(self) -> None:
+        """The guest is away: the request ends."""
+        self._gone = True
+        self._connection.close()
+
     async def _end_upload(self) -> None:
-        self._uploading.cancel()
-        await asyncio.wait((self._uploading,))
+        self._guest.watch(None)
+        if self._uploading is not None:
+            self._uploading.cancel()
+            await asyncio.wait((self._uploading,))
 
     async def _pass_up(self, part: bytes) -> None:
+        self._put_up(part)
+        await self._connection.line.drain(self._limits.idle_s)
+        self._sent = self._clock()
+
+    def _put_up(self, part: bytes) -> None:
         if self._body_max is not None and self._up + len(part) > self._body_max:
             self._bad_body = Refuse(Reason.BODY_BAD, 413, "the body is too large")
             self._connection.close()
             raise ConnectionResetError
         self._write(self._machine.send(h11.Data(data=part)))
-        await self._connection.out.drain(self._limits.idle_s)
-        self._sent = asyncio.get_running_loop().time()
         self._up += len(part)
         self._moved.bytes_up += len(part)
         self._flush(FLUSH_BYTES)
 
     def _write(self, data: bytes | None) -> None:
         if data:
-            self._connection.out.write(data)
+            self._connection.line.write(data)
 
     # ------------------------------------------------------------------ down
 
@@ -324,6 +356,7 @@ class Exchange:
                 ) from None
             if event is not h11.NEED_DATA:
                 return event
+            self._guest.flush()
             try:
                 more = await self._read()
                 self._machine.receive_data(more)
@@ -336,15 +369,13 @@ class Exchange:
     async def _read(self) -> bytes:
         """The upstream's next bytes: within the time for an answer, or for a pause."""
         while True:
-            now = asyncio.get_running_loop().time()
+            now = self._clock()
             limit = self._limits.idle_s if self._guest.answered else self._limits.answer_s
             until = (now if self._guest.answered else self._sent) + limit
             try:
-                async with asyncio.timeout_at(max(until, now + 0.001)):
-                    return await self._connection.reader.read(self._limits.chunk)
+                return await self._connection.line.read(max(until, now + 0.001))
             except TimeoutError:
-                now = asyncio.get_running_loop().time()
-                if not self._guest.answered and now < self._sent + limit:
+                if not self._guest.answered and self._clock() < self._sent + limit:
                     continue  # the request itself was still going up
                 raise self._broken(
                     Reason.UPSTREAM_TIMEOUT, 504, "the upstream did not answer in time"
@@ -387,8 +418,8 @@ class Exchange:
                     self._moved.bytes_down += len(more)
                     self._flush(FLUSH_BYTES)
                     await self._guest.send_raw(search.feed(more))
-                async with asyncio.timeout(self._limits.upgraded_idle_s):
-                    more = await self._connection.reader.read(self._limits.chunk)
+                until = self._clock() + self._limits.upgraded_idle_s
+                more = await self._connection.line.read(until)
                 if not more:
                     break
             await self._guest.send_raw(search.finish())
@@ -403,8 +434,8 @@ class Exchange:
         try:
             while data := await self._guest.raw():
                 self._moved.bytes_up += len(data)
-                self._connection.out.write(data)
-                await self._connection.out.drain(self._limits.idle_s)
+                self._connection.line.write(data)
+                await self._connection.line.drain(self._limits.idle_s)
         except (OSError, TimeoutError, Gone):
             pass
         self._connection.close()
@@ -418,7 +449,7 @@ class Exchange:
 
     def _flush(self, least: int = 0) -> None:
         moved = self._moved
-        if moved == Count() or moved.bytes_up + moved.bytes_down < least:
+        if moved.bytes_up + moved.bytes_down < least or moved.empty:
             return
         self._moved = Count()
         self._count(moved)

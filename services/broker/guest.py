@@ -7,7 +7,7 @@ the next. Nothing of what arrives is believed; nothing of it is logged.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import h11
@@ -15,7 +15,7 @@ import h11
 from agent_box.broker import head as heads
 from agent_box.broker import refusal
 from agent_box.broker.limits import Limits
-from agent_box.broker.outgoing import Outgoing
+from agent_box.broker.line import Line
 from agent_box.broker.refusal import Reason, Refuse
 
 _PHRASES: Final = {
@@ -35,15 +35,13 @@ class Gone(Exception):
 
 class Guest:
     """Args:
-    reader, writer: of a connection to an instance's socket.
+    line: a connection to an instance's socket.
     """
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: Limits
-    ) -> None:
-        self._reader: Final = reader
-        self._out: Final = Outgoing(writer, limits.buffer)
+    def __init__(self, line: Line, limits: Limits) -> None:
+        self._line: Final = line
         self._limits: Final = limits
+        self._clock: Final = asyncio.get_running_loop().time
         self._buffer = b""  # came after the last request
         self._machine = h11.Connection(h11.SERVER)
 
@@ -51,21 +49,18 @@ class Guest:
 
     async def head(self) -> bytes | Refuse | None:
         """The next request's head, raw; None when the guest is done."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        buffer = bytearray(self._buffer)
-        until = began + (self._limits.head_s if buffer else self._limits.idle_s)
+        buffer = self._buffer
+        until = self._clock() + (self._limits.head_s if buffer else self._limits.idle_s)
         while True:
             size = heads.end(buffer)
             if size is not None:
-                self._buffer = bytes(buffer[size:])
-                return bytes(buffer[:size])
+                self._buffer = buffer[size:]
+                return buffer[:size]
             hopeless = heads.hopeless(buffer)
             if hopeless is not None:
                 return hopeless
             try:
-                async with asyncio.timeout_at(until):
-                    more = await self._reader.read(self._limits.chunk)
+                more = await self._line.read(until)
             except TimeoutError:
                 return TIMEOUT if buffer else None
             except OSError:
@@ -73,7 +68,7 @@ class Guest:
             if not more:
                 return None
             if not buffer:
-                until = loop.time() + self._limits.head_s
+                until = self._clock() + self._limits.head_s
             buffer += more
 
     def begin(self, raw_head: bytes) -> h11.Request | None:
@@ -89,6 +84,20 @@ class Guest:
         self._buffer = b""
         return event if isinstance(event, h11.Request) else None
 
+    def here(self) -> h11.Data | h11.EndOfMessage | None:
+        """The next part of the request's body, when it came already.
+
+        Raises:
+            h11.RemoteProtocolError: it is not framed as its head said.
+        """
+        event = self._machine.next_event()
+        if isinstance(event, h11.Data):
+            return event
+        if isinstance(event, h11.EndOfMessage):
+            self._buffer = self._machine.trailing_data[0]
+            return event
+        return None
+
     async def body(self) -> h11.Data | h11.EndOfMessage:
         """The next part of the request's body.
 
@@ -97,14 +106,9 @@ class Guest:
             Gone: it ends, or nothing came for too long.
         """
         while True:
-            event = self._machine.next_event()
-            if isinstance(event, h11.Data):
+            event = self.here()
+            if event is not None:
                 return event
-            if isinstance(event, h11.EndOfMessage):
-                self._buffer = self._machine.trailing_data[0]
-                return event
-            if event is not h11.NEED_DATA:
-                raise Gone
             more = await self._read(self._limits.idle_s)
             if not more:
                 raise Gone
@@ -119,15 +123,12 @@ class Guest:
         except h11.RemoteProtocolError:
             return False
 
-    async def left(self) -> None:
-        """Returns when the guest goes away while it waits for a reply. What it sends meanwhile
-        is its next request; when that is long, it is not read yet and this never returns."""
-        while len(self._buffer) < heads.MAX_HEAD:
-            more = await self._read(None)
-            if not more:
-                return
-            self._buffer += more
-        await asyncio.get_running_loop().create_future()
+    def watch(self, left: Callable[[], None] | None) -> None:
+        """Calls `left` when the guest goes away; at once, when it is away already. What it
+        sends meanwhile is its next request, and waits."""
+        self._line.ended = left
+        if left is not None and self._line.over:
+            left()
 
     async def raw(self) -> bytes:
         """Bytes after an upgrade; empty at the end."""
@@ -143,11 +144,15 @@ class Guest:
         for event in events:
             data = self._machine.send(event)
             if data:
-                self._out.write(data)
+                self._line.write(data)
         await self._drained()
 
+    def flush(self) -> None:
+        """What was sent leaves at once."""
+        self._line.flush()
+
     async def send_raw(self, data: bytes) -> None:
-        self._out.write(data)
+        self._line.write(data)
         await self._drained()
 
     async def refuse(self, refuse: Refuse, method: str, *, keep: bool) -> None:
@@ -184,10 +189,10 @@ class Guest:
         when its connection is closed over unread bytes."""
         rest = self._limits.linger_bytes
         try:
-            await self._out.finish(self._limits.linger_s)
-            async with asyncio.timeout(self._limits.linger_s):
-                while rest > 0 and (more := await self._reader.read(self._limits.chunk)):
-                    rest -= len(more)
+            await self._line.finish(self._limits.linger_s)
+            until = self._clock() + self._limits.linger_s
+            while rest > 0 and (more := await self._line.read(until)):
+                rest -= len(more)
         except (TimeoutError, OSError):
             pass  # it had its time
         self.close()
@@ -200,24 +205,23 @@ class Guest:
             Gone: it does not.
         """
         try:
-            await self._out.finish(self._limits.idle_s)
+            await self._line.finish(self._limits.idle_s)
         except (TimeoutError, OSError):
             raise Gone from None
 
     def close(self) -> None:
         """At once: what was not complete must not look as if it were."""
-        self._out.abort()
+        self._line.abort()
 
     async def _drained(self) -> None:
         try:
-            await self._out.drain(self._limits.idle_s)
+            await self._line.drain(self._limits.idle_s)
         except (TimeoutError, OSError):
             raise Gone from None
 
-    async def _read(self, seconds: float | None) -> bytes:
+    async def _read(self, seconds: float) -> bytes:
         try:
-            async with asyncio.timeout(seconds):
-                return await self._reader.read(self._limits.chunk)
+            return await self._line.read(self._clock() + seconds)
         except (TimeoutError, OSError):
             raise Gone from None
 

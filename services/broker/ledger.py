@@ -59,6 +59,10 @@ class Count:
     cost: int = 0  # micro-units of the price table's currency
     unpriced: int = 0  # tokens of models that the price table does not know
 
+    @property
+    def empty(self) -> bool:
+        return not any(vars(self).values())
+
     def add(self, other: Count) -> None:
         for name in _NAMES:
             setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -120,7 +120,7 @@ class Session:
                 pass
             await self._guest.finish()
         except (Gone, Broken, h11.LocalProtocolError):
-            pass  # it sees a reset
+            self._guest.flush()  # what was in order; then it sees a reset
         except Cut as cut:
             self._note("reply-cut", f"reply-{cut.why}")
         finally:

@@ -17,7 +17,7 @@ from typing import Final
 
 from agent_box.broker import gate
 from agent_box.broker.limits import Limits
-from agent_box.broker.outgoing import Outgoing
+from agent_box.broker.line import Line
 from agent_box.broker.refusal import Reason, Refuse
 from agent_box.config.addresses import parse_address
 
@@ -40,16 +40,8 @@ class Connection:
         fresh: no request went over it yet.
     """
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        peer: gate.Peer,
-        buffer: int,
-    ) -> None:
-        self.reader: Final = reader
-        self.out: Final = Outgoing(writer, buffer)
-        self._transport: Final = writer.transport
+    def __init__(self, line: Line, peer: gate.Peer) -> None:
+        self.line: Final = line
         self.peer: Final = peer
         self.fresh = True
         self.idle_since = 0.0
@@ -57,12 +49,11 @@ class Connection:
     @property
     def usable(self) -> bool:
         """It is open, and nothing came that was not asked for, as far as can be seen."""
-        untouched = not self.reader._buffer  # type: ignore[attr-defined]  # no public way to look
-        return untouched and not self.reader.at_eof() and not self._transport.is_closing()
+        return self.line.quiet
 
     def close(self) -> None:
         """At once; what was not sent yet is lost."""
-        self.out.abort()
+        self.line.abort()
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -200,10 +191,10 @@ class Upstream:
         upstream = self._way.upstream
         try:
             async with asyncio.timeout(2 * self._limits.connect_s):
-                reader, writer = await asyncio.open_connection(
+                transport, line = await asyncio.get_running_loop().create_connection(
+                    lambda: Line(self._limits.chunk, self._limits.buffer),
                     address,
                     upstream.port,
-                    limit=self._limits.chunk,
                     ssl=self._tls,
                     server_hostname=upstream.host if self._tls is not None else None,
                     ssl_handshake_timeout=self._limits.connect_s if self._tls else None,
@@ -224,20 +215,20 @@ class Upstream:
             raise Unreachable(
                 Reason.UPSTREAM_CONNECT, 502, "the upstream cannot be connected to"
             ) from None
-        sock = writer.get_extra_info("socket")
+        sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer = gate.Peer(
             upstream=upstream,
-            address=str(writer.get_extra_info("peername")[0]),
-            verified=_verified(writer, upstream.host),
+            address=str(transport.get_extra_info("peername")[0]),
+            verified=_verified(transport, upstream.host),
             ca_file=self._way.ca_file,
         )
-        return Connection(reader, writer, peer, self._limits.buffer)
+        return Connection(line, peer)
 
 
-def _verified(writer: asyncio.StreamWriter, host: str) -> str | None:
+def _verified(transport: asyncio.BaseTransport, host: str) -> str | None:
     """The name that OpenSSL verified the connection's certificate for, None without TLS."""
-    spoken = writer.get_extra_info("ssl_object")
+    spoken = transport.get_extra_info("ssl_object")
     if spoken is None:
         return None
     context = spoken.context

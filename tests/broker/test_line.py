@@ -6,20 +6,22 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from agent_box.broker.outgoing import WHOLE, Outgoing
+from agent_box.broker.line import WHOLE, Line
 
 HIGH = 1 << 18
+LIMIT = 1 << 16
 
 
-def play(scene: Callable[[Outgoing, socket.socket], Awaitable[None]]) -> None:
+def play(scene: Callable[[Line, socket.socket], Awaitable[None]]) -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
-        _, writer = await asyncio.open_connection(sock=ours)
+        loop = asyncio.get_running_loop()
+        transport, line = await loop.create_connection(lambda: Line(LIMIT, HIGH), sock=ours)
         try:
-            await scene(Outgoing(writer, HIGH), theirs)
+            await scene(line, theirs)
         finally:
-            writer.transport.abort()
+            transport.abort()
             theirs.close()
 
     asyncio.run(main())
@@ -33,7 +35,7 @@ async def all_of(theirs: socket.socket) -> bytes:
 
 
 def test_what_is_written_in_a_turn_leaves_at_its_end_together() -> None:
-    async def scene(out: Outgoing, theirs: socket.socket) -> None:
+    async def scene(out: Line, theirs: socket.socket) -> None:
         out.write(b"head ")
         out.write(b"body")
         with pytest.raises(BlockingIOError):
@@ -45,7 +47,7 @@ def test_what_is_written_in_a_turn_leaves_at_its_end_together() -> None:
 
 
 def test_large_pieces_keep_their_place() -> None:
-    async def scene(out: Outgoing, theirs: socket.socket) -> None:
+    async def scene(out: Line, theirs: socket.socket) -> None:
         out.write(b"head")
         out.write(b"x" * WHOLE)
         out.write(b"end")
@@ -56,7 +58,7 @@ def test_large_pieces_keep_their_place() -> None:
 
 
 def test_finish_waits_until_a_slow_reader_can_have_everything() -> None:
-    async def scene(out: Outgoing, theirs: socket.socket) -> None:
+    async def scene(out: Line, theirs: socket.socket) -> None:
         whole = bytes(range(256)) * (HIGH // 256 * 4)
         out.write(whole)
         with pytest.raises(TimeoutError):
@@ -68,7 +70,7 @@ def test_finish_waits_until_a_slow_reader_can_have_everything() -> None:
 
 
 def test_a_reader_that_stopped_is_waited_for_no_longer_than_said() -> None:
-    async def scene(out: Outgoing, theirs: socket.socket) -> None:
+    async def scene(out: Line, theirs: socket.socket) -> None:
         out.write(bytes(HIGH * 4))
         with pytest.raises(TimeoutError):
             await out.drain(0.01)
@@ -79,7 +81,7 @@ def test_a_reader_that_stopped_is_waited_for_no_longer_than_said() -> None:
 
 
 def test_after_abort_nothing_more_leaves() -> None:
-    async def scene(out: Outgoing, theirs: socket.socket) -> None:
+    async def scene(out: Line, theirs: socket.socket) -> None:
         out.write(b"never")
         out.abort()
         assert await all_of(theirs) == b""
