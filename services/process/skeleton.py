@@ -28,7 +28,6 @@ from typing import Any, Final, NoReturn, Protocol
 
 from agent_box.bus import base, policy
 from agent_box.bus.aclient import AsyncClient
-from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.keys import KeyPair, KeysError, load_all_public, load_secret
 from agent_box.bus.outcomes import Outcomes
 from agent_box.bus.schema import Contract
@@ -391,38 +390,3 @@ async def _within(seconds: float, work: Any) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-class Unbuilt:
-    """A service whose operations are not built yet: a real process that says what is missing.
-
-    Args:
-        contract: its own; every method and stream of it is refused as unavailable.
-        missing: what is missing, e.g. ``"no engine is built into this version"``.
-    """
-
-    def __init__(self, contract: Contract, missing: str) -> None:
-        self._missing = missing
-        self.handlers: Mapping[str, Handler | StreamHandler] = {
-            method.name: self._refuse for method in contract.methods
-        }
-        self.outcomes = _NothingBegun()
-
-    def _refuse(self, *_request: object) -> NoReturn:
-        raise Refusal(Reason.UNAVAILABLE, self._missing)
-
-    async def start(self) -> None:
-        """There is nothing to start."""
-
-    async def stop(self) -> None:
-        """There is nothing to stop."""
-
-
-class _NothingBegun:
-    """The record of a service that begins nothing: every call is absent from it."""
-
-    def lookup(self, caller: str, request_id: bytes) -> None:
-        return None
-
-    def record(self, caller: str, request_id: bytes, method: str, state: str, body: bytes) -> None:
-        raise Refusal(Reason.UNAVAILABLE, f"{method} is not built")

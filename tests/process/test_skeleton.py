@@ -21,18 +21,42 @@ from agent_box.bus.schema import Empty
 from agent_box.process import confine, skeleton
 from agent_box.process.paths import SERVICES, Paths
 from agent_box.process.skeleton import CannotServe, Context, parse
-from agent_box.store.contract import CONTRACT, SealKey
+from agent_box.store.contract import SealKey
+
+# What the services of these tests have in common: every method is refused, none was begun.
+REFUSES = """
+from agent_box.bus.errors import Reason, Refusal
+
+class Refuses:
+    def __init__(self, contract):
+        self.handlers = {method.name: self.refuse for method in contract.methods}
+        self.outcomes = self
+
+    def refuse(self, *request):
+        raise Refusal(Reason.UNAVAILABLE, "of no interest")
+
+    def lookup(self, caller, request_id):
+        return None
+
+    async def start(self):
+        pass
+
+    async def stop(self):
+        pass
+"""
 
 # A service of the test in the store's place: behind its wall, with its contract and key.
-PROGRAM = """
+PROGRAM = (
+    REFUSES
+    + """
 import asyncio, os, sys, threading
 from pathlib import Path
 from agent_box.process import skeleton
 from agent_box.store.contract import CONTRACT, SealKey
 
-class Service(skeleton.Unbuilt):
+class Service(Refuses):
     def __init__(self, context):
-        super().__init__(CONTRACT, "of no interest")
+        super().__init__(CONTRACT)
         self.context = context
         self.handlers = {**self.handlers, "seal_key": self.seal_key}
 
@@ -60,6 +84,7 @@ def build(context):
 
 skeleton.run(CONTRACT, build)
 """
+)
 
 
 class Life:
@@ -395,14 +420,16 @@ def test_there_is_no_server_while_it_is_built() -> None:
         given.client("store")
 
 
-CALLS = """
+CALLS = (
+    REFUSES
+    + """
 import asyncio
 from agent_box.bus.errors import Refusal
 from agent_box.process import skeleton
 from agent_box.broker.contract import CONTRACT
 from agent_box.store.contract import Reveal
 
-class Service(skeleton.Unbuilt):
+class Service(Refuses):
     async def start(self):
         client = self.context.client("store")
         assert self.context.client("store") is client
@@ -412,12 +439,13 @@ class Service(skeleton.Unbuilt):
             self.context.log.info("called", answer=refusal.reason)
 
 def build(context):
-    service = Service(CONTRACT, "")
+    service = Service(CONTRACT)
     service.context = context
     return service
 
 skeleton.run(CONTRACT, build)
 """
+)
 
 
 def test_a_service_calls_another_from_wall_to_wall(house: House) -> None:
@@ -437,7 +465,3 @@ def test_the_drain_ends_before_the_supervisor_kills() -> None:
 
     assert skeleton.DRAIN_SECONDS + skeleton.CLOSE_SECONDS < STOP_SECONDS
     assert skeleton.EXIT_FATAL == EXIT_FATAL
-
-
-def test_what_nothing_began_may_be_sent_again() -> None:
-    assert skeleton.Unbuilt(CONTRACT, "").outcomes.lookup("registry", bytes(16)) is None
