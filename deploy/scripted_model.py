@@ -49,6 +49,7 @@ class Asked:
         results: how many tool results came after it.
         tools: name and JSON schema of each that is offered.
         stream: whether the answer is wanted as server-sent events.
+        schema: of the JSON that the answer has to be; None: words.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Asked:
     results: int
     tools: list[tuple[str, dict[str, Any]]]
     stream: bool
+    schema: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Answer:
 
 def decide(asked: Asked) -> Answer:
     """The script."""
+    if asked.schema is not None:  # an agent that asks which model to ask
+        return Answer(None, {}, [json.dumps(example(asked.schema))])
     lines = [line.strip() for line in asked.prompt.splitlines()]
     commands = [line[2:] for line in lines if line.startswith("$ ")]
     if "SLOW" in lines:
@@ -117,6 +121,19 @@ def arguments(schema: dict[str, Any], command: str) -> dict[str, Any]:
             fillers = {"integer": 60_000, "number": 60_000, "boolean": False, "array": []}
             made[name] = fillers.get(kind, "a command of the script")
     return made
+
+
+def example(schema: dict[str, Any]) -> Any:
+    """The least that a JSON schema takes."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    kind = str(schema.get("type")).lower()
+    if kind == "object":
+        properties = schema.get("properties", {})
+        return {name: example(properties.get(name, {})) for name in schema.get("required", [])}
+    if kind in ("integer", "number"):
+        return schema.get("minimum", 1)
+    return {"boolean": False, "array": []}.get(kind, "as the script says")
 
 
 def text_of(content: Any) -> str:
@@ -301,7 +318,10 @@ def from_google(body: dict[str, Any], stream: bool) -> Asked:
         for f in t.get("functionDeclarations", [])
     ]
     prompt = text_of(contents[last].get("parts")) if last >= 0 else ""
-    return Asked("scripted", prompt, sum(map(results, contents[last + 1 :])), tools, stream)
+    after = sum(map(results, contents[last + 1 :]))
+    wanted = body.get("generationConfig", {})
+    schema = wanted.get("responseJsonSchema") or wanted.get("responseSchema")
+    return Asked("scripted", prompt, after, tools, stream, schema)
 
 
 def as_google(asked: Asked, answer: Answer) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:

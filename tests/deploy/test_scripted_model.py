@@ -115,3 +115,21 @@ def test_google(model: Model) -> None:
     found = json.loads(model.ask("/v1beta/models/m:generateContent", body, auth)[1])
     call = found["candidates"][0]["content"]["parts"][0]["functionCall"]
     assert call == {"name": "run_shell_command", "args": {"command": "echo one"}}
+
+
+def test_an_answer_by_a_schema(model: Model) -> None:
+    """Gemini's agent asks a small model which of the large ones it should ask."""
+    properties = {
+        "why": {"type": "string"},
+        "score": {"type": "integer", "minimum": 1, "maximum": 100},
+        "which": {"type": "STRING", "enum": ["flash", "pro"]},
+    }
+    schema = {"type": "object", "properties": properties, "required": ["why", "score", "which"]}
+    body = {
+        "contents": [{"role": "user", "parts": [{"text": PROMPT}]}],
+        "generationConfig": {"responseMimeType": "application/json", "responseJsonSchema": schema},
+    }
+    status, said = model.ask("/v1beta/models/x:generateContent", body, ("x-goog-api-key", KEY))
+    text = json.loads(said)["candidates"][0]["content"]["parts"][0]["text"]
+    assert status == 200
+    assert json.loads(text) == {"why": "as the script says", "score": 1, "which": "flash"}
