@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from ipaddress import ip_address
 from typing import Final
 
-from agent_box.netstack.poller import Poller
+from agent_box.netstack.poller import IN, UNSURE, Poller
 
 STAGGER_S: Final = 0.25  # RFC 8305 §5
 _BUSY: Final = (errno.EINPROGRESS, errno.EALREADY)
@@ -34,9 +34,14 @@ def order(addresses: Sequence[str]) -> list[str]:
 class Dial:
     """One attempt to connect. Calls `done` once, unless closed: with the socket, which is still
     watched by the poller and wants `hand_over`, and its address; or with None and an errno.
+
+    Attributes:
+        spoken: whether the socket that won may have something to be read already.
     """
 
-    __slots__ = ("_attempts", "_done", "_error", "_left", "_over", "_poller", "_port", "_step")
+    __slots__ = (
+        "_attempts", "_done", "_error", "_left", "_over", "_poller", "_port", "_step", "spoken",
+    )  # fmt: skip
 
     def __init__(self, poller: Poller, addresses: Sequence[str], port: int, done: Done) -> None:
         self._poller = poller
@@ -47,6 +52,7 @@ class Dial:
         self._error = errno.EHOSTUNREACH
         self._over = False
         self._step = 0
+        self.spoken = False
 
     def start(self) -> None:
         """There is no limit of time here: who waits closes it."""
@@ -59,7 +65,8 @@ class Dial:
             attempt.close()
         self._attempts.clear()
 
-    def won(self, attempt: _Attempt) -> None:
+    def won(self, attempt: _Attempt, *, spoken: bool) -> None:
+        self.spoken = spoken
         self._attempts.remove(attempt)
         self.close()
         self._done(attempt.sock, attempt.address, 0)
@@ -97,7 +104,7 @@ class Dial:
                 continue
             self._attempts.append(attempt)
             if code == 0:
-                self.won(attempt)
+                self.won(attempt, spoken=False)  # an edge tells
             elif self._left:
                 self._step += 1
                 self._poller.at(self._poller.now + STAGGER_S, partial(self._late, self._step))
@@ -120,18 +127,16 @@ class _Attempt:
         self.address = address
 
     def on_event(self, events: int) -> None:
-        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            self._dial.lost(self, code)
-            return
-        try:
-            self.sock.getpeername()
-        except OSError:
-            return  # the event was for an earlier owner of this descriptor
-        self._dial.won(self)
+        if events & UNSURE:
+            code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                self._dial.lost(self, code)
+                return
+        # Else the first edge of a socket that connects says that it has.
+        self._dial.won(self, spoken=bool(events & (IN | UNSURE)))
 
     def close(self) -> None:
-        self._dial._poller.forget(self.sock.fileno())
+        self._dial._poller.closing(self.sock.fileno())
         self.sock.close()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final, Literal
 
 from agent_box.netstack.contract import Flow as Facts
-from agent_box.netstack.poller import ERROR, OUT, Poller
+from agent_box.netstack.poller import ERROR, OUT, UNSURE, Poller
 from agent_box.netstack.sni import NO_NAME, Hello, HelloReader
 from agent_box.netstack.tcp import DEAD, OPEN, ROOM, Tcp
 from agent_box.netstack.wire import Wire
@@ -35,13 +35,15 @@ class Flow(Tcp):
         hello: reads the first bytes of a flow whose server name is not known yet.
         shut: upstream was told that the guest finished.
         eof: upstream finished.
+        readable: upstream may have something to be read.
+        unsure: a short read of it does not mean that there is no more; see `poller.Handler`.
         broken: upstream takes no more; what it sent before is still to be read.
         dirty, ready: whether it stands in the relay's lists.
     """
 
     __slots__ = (
-        "broken", "dial", "dirty", "eof", "facts", "hello", "kind", "origin", "outq", "ready",
-        "relay", "shut", "sock",
+        "broken", "dial", "dirty", "eof", "facts", "hello", "kind", "origin", "outq",
+        "readable", "ready", "relay", "shut", "sock", "unsure",
     )  # fmt: skip
 
     def __init__(self, relay: Relay, wire: Wire, key: bytes, iss: int, kind: int) -> None:
@@ -55,7 +57,7 @@ class Flow(Tcp):
         self.outq: deque[bytes | memoryview] | None = None
         self.origin = 0  # of a forward: the host's port
         self.eof = self.shut = self.broken = False
-        self.dirty = self.ready = False
+        self.dirty = self.ready = self.readable = self.unsure = False
 
     def on_event(self, events: int) -> None:
         if self.state == DEAD:
@@ -63,6 +65,9 @@ class Flow(Tcp):
         if events & OUT and self.outq:
             self.relay.drain(self)
         if events & ~OUT:
+            self.readable = True
+            if events & UNSURE:
+                self.unsure = True
             if self.state != OPEN:
                 if events & ERROR:
                     self.relay.reset(self)
@@ -259,7 +264,7 @@ class Relay:
             if flow.resend is not None:
                 flow.blocked = True
                 return False
-        if flow.eof:
+        if flow.eof or not flow.readable:
             return False
         sock = flow.sock
         for _ in range(_READS):
@@ -271,6 +276,7 @@ class Relay:
                 count = sock.recv_into(slot, room)
             except BlockingIOError:
                 wire.give_back(slot)
+                flow.readable = False
                 return False
             except OSError:
                 wire.give_back(slot)
@@ -286,6 +292,9 @@ class Relay:
                 return False
             self.bytes_down += count
             flow.send(slot, count)
+            if count < room and not flow.unsure:
+                flow.readable = False  # see `poller.Handler`
+                return False
             if wire.queued >= HIGH:
                 return True
         return True
@@ -324,7 +333,7 @@ class Relay:
         sock, flow.sock = flow.sock, None
         if sock is None:
             return
-        self._poller.forget(sock.fileno())
+        self._poller.closing(sock.fileno())
         if hard and sock.family != socket.AF_UNIX:
             try:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NOW_AND_HARD)

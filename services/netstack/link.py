@@ -11,6 +11,7 @@ from agent_box.netstack.wire import Wire
 
 _BUFFER: Final = 1 << 20
 _READ_MAX: Final = 1 << 20  # in one go, before others have their turn
+_QUEUE: Final = 512 << 10  # in the kernel, if the host's wmem_max lets it
 _BUFFERS_MAX: Final = 512  # in one sendmsg; the kernel takes 1024
 
 
@@ -19,12 +20,16 @@ class LinkBroken(Exception):
 
 
 class Link:
-    """One stream. `readable` and `writable` are kept as an edge-triggered epoll tells them."""
+    """One stream. What is `readable`, `writable` and `unsure` an edge-triggered epoll tells."""
 
     def __init__(self, sock: socket.socket, wire: Wire) -> None:
         sock.setblocking(False)
+        # A writer is told of room only once three quarters are read (unix_writable in the
+        # kernel); with more in between, the reader does not run dry meanwhile.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _QUEUE)
         self.sock = sock
         self.readable = True
+        self.unsure = False
         self.writable = True
         self._wire = wire
         self._buffer = bytearray(_BUFFER)
@@ -47,6 +52,7 @@ class Link:
         buffer, view = self._buffer, self._view
         while self.readable and total < _READ_MAX:
             try:
+                room = _BUFFER - self._have
                 count = self.sock.recv_into(view[self._have :])
             except BlockingIOError:
                 self.readable = False
@@ -56,6 +62,8 @@ class Link:
             if not count:
                 raise LinkBroken("the guest hung up")
             total += count
+            if count < room and not self.unsure:
+                self.readable = False  # see `poller.Handler`
             end = self._have + count
             at = 0
             wrong = None

@@ -252,7 +252,7 @@ class Opener:
     def _dialled(
         self, flow: Flow, sock: socket.socket | None, address: str | None, code: int
     ) -> None:
-        flow.dial = None
+        dial, flow.dial = flow.dial, None
         known = flow.facts
         if sock is None or known is None:
             self._failed(flow, code)
@@ -268,6 +268,7 @@ class Opener:
         if known.port == TLS_PORT:
             flow.hello = HelloReader()
         self._poller.hand_over(sock.fileno(), flow)
+        flow.readable = flow.unsure = isinstance(dial, Dial) and dial.spoken
         self._accept(flow, sock)
 
     def _accept(self, flow: Flow, sock: socket.socket) -> None:

@@ -46,7 +46,7 @@ from agent_box.netstack.packet import (
     udp_frame,
     unreachable,
 )
-from agent_box.netstack.poller import OUT, Poller
+from agent_box.netstack.poller import OUT, UNSURE, Poller
 from agent_box.netstack.reports import Report, Reporter
 from agent_box.netstack.resolver import Resolver
 from agent_box.netstack.sni import Hello
@@ -192,6 +192,8 @@ class Plane:
         if self._link is not None:
             if events & ~OUT:
                 self._link.readable = True
+                if events & UNSURE:
+                    self._link.unsure = True
             if events & OUT:
                 self._link.writable = True
 

@@ -12,12 +12,19 @@ from typing import Final, Protocol
 IN: Final = select.EPOLLIN
 OUT: Final = select.EPOLLOUT
 ERROR: Final = select.EPOLLERR | select.EPOLLHUP
-_EDGES: Final = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+UNSURE: Final = ERROR | select.EPOLLRDHUP | select.EPOLLPRI  # see `Handler`
+_EDGES: Final = IN | OUT | select.EPOLLRDHUP | select.EPOLLPRI | select.EPOLLET
 _EVENTS_MAX: Final = 512
 
 
 class Handler(Protocol):
-    """Whoever waits on a descriptor. May be told of nothing new: descriptors are reused."""
+    """Whoever waits on a descriptor.
+
+    An edge tells of all that came until `poll` looked. So a read of a stream that brought less
+    than there was room for has emptied it, and the next edge tells of more. Not so where one of
+    `UNSURE` was told before: no further edge tells of the end behind the last bytes, and a read
+    stops at urgent data (tcp(7)).
+    """
 
     def on_event(self, events: int) -> None: ...
 
@@ -29,6 +36,7 @@ class Poller:
         self._clock = clock
         self._epoll = select.epoll()
         self._handlers: dict[int, Handler] = {}
+        self._fresh: set[int] = set()  # watched since the last look, which did not see them
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self.now = clock()
@@ -44,6 +52,7 @@ class Poller:
     def watch(self, fd: int, handler: Handler) -> None:
         """Edges of the descriptor go to the handler. Closing the descriptor needs `forget`."""
         self._handlers[fd] = handler
+        self._fresh.add(fd)
         try:
             self._epoll.register(fd, _EDGES)
         except OSError:
@@ -55,9 +64,15 @@ class Poller:
         self._handlers[fd] = handler
 
     def forget(self, fd: int) -> None:
-        """To be called before the descriptor is closed, or when it goes to somebody else."""
+        """To be called before the descriptor goes to somebody else, or is closed."""
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
+
+    def closing(self, fd: int) -> None:
+        """As `forget`, for what is closed next and of which nobody has a copy: the kernel
+        forgets such a descriptor by itself (epoll(7), question 6).
+        """
+        self._handlers.pop(fd, None)
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         """Calls once, at the first `poll` after `when`. There is no way to take it back."""
@@ -67,9 +82,12 @@ class Poller:
         """Handles events and timers that are due. Returns how many events there were."""
         events = self._epoll.poll(0, _EVENTS_MAX)
         handlers = self._handlers
+        fresh = self._fresh
+        fresh.clear()
         for fd, mask in events:
             handler = handlers.get(fd)
-            if handler is not None:
+            # A descriptor that was closed and opened again meanwhile: this was of the old one.
+            if handler is not None and fd not in fresh:
                 handler.on_event(mask)
         timers = self._timers
         while timers and timers[0][0] <= self.now:

@@ -79,6 +79,7 @@ class Tcp:
         blocked: `room` said 0; `ROOM` says when to ask again.
         due: the guest is owed an ACK at the end of the batch.
         deadline: when `timer` wants to be called.
+        segment: the most that one frame brings: whole segments of the guest's size.
         armed: for the keeper of timers alone.
         heard: when it last did anything.
     """
@@ -87,7 +88,7 @@ class Tcp:
         "_backoff", "_careful", "_dup", "_early", "_ip_sum", "_pseudo", "_recover", "_rtx",
         "_shift", "_shown", "_tries", "armed", "arrived", "blocked", "deadline", "due", "fin_acked",
         "fin_sent", "finished", "heard", "holding", "key", "mss", "rcv_nxt", "resend", "scaled",
-        "snd_nxt", "snd_una", "snd_wnd", "state", "wire",
+        "segment", "snd_nxt", "snd_una", "snd_wnd", "state", "wire",
     )  # fmt: skip
 
     def __init__(self, wire: Wire, key: bytes, iss: int) -> None:
@@ -99,6 +100,7 @@ class Tcp:
         self.snd_nxt = iss
         self.snd_wnd = 0
         self.mss = 536
+        self.segment = SEGMENT_MAX // 536 * 536
         self.scaled = False
         self._shift = 0
         self._shown = 0
@@ -156,7 +158,7 @@ class Tcp:
             if not flight:
                 self._set_timer()  # nothing under way will bring the window: ask for it
             return 0
-        return free if free < SEGMENT_MAX else SEGMENT_MAX
+        return free if free < self.segment else self.segment
 
     def send(self, slot: memoryview, length: int) -> None:
         """Sends the first bytes of a slot, which is given back once they are acknowledged."""
@@ -279,7 +281,8 @@ class Tcp:
 
     def options(self, mss: int, scale: int | None) -> None:
         """What the guest's SYN offered."""
-        self.mss = min(max(mss, 64), MSS)
+        self.mss = mss = min(max(mss, 64), MSS)
+        self.segment = SEGMENT_MAX // mss * mss
         self.scaled = scale is not None
         self._shift = scale or 0
 
