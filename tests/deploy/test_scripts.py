@@ -71,5 +71,20 @@ def test_missing_packages_are_named_when_root_is_out_of_reach(command: str, tmp_
     assert "python3-venv bubblewrap libseccomp2" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--provider", "x"], "--provider openai|anthropic"),
+        (["--upstream", "https://gateway"], "--upstream VALUE, with --provider"),
+        (["--provider", "openai", "--ca-file", "no.pem"], f"cannot read {ROOT}/no.pem"),
+        (["--key", "sk-x"], "there is no --key"),
+    ],
+)
+def test_what_the_quickstart_does_not_take(words: list[str], told: str) -> None:
+    done = run("deploy/quickstart", *words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"deploy/quickstart: {told}")
+
+
 def test_continuous_integration_runs_what_developers_run() -> None:
     assert (ROOT / ".ci" / "run").read_text().rstrip().endswith('/../deploy/test"')
