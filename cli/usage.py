@@ -49,7 +49,8 @@ def _id(out: Render, name: str) -> str:
 def _row(used: Used, currency: str) -> dict[str, Any]:
     row = {name: getattr(used, name) for name in _COUNTS}
     row["unpriced_tokens"] = row.pop("unpriced")
-    row["cost"] = used.cost / MICRO if currency else None
+    cost = row.pop("cost")
+    row["cost_millionths"] = cost if currency else None  # no number in JSON is a fraction
     day = time.strftime("%Y-%m-%d", time.gmtime(used.day * DAY_MS // 1000))
     return {"name": used.name, "id": used.instance, "binding": used.binding, "day": day, **row}
 

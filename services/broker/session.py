@@ -214,8 +214,8 @@ class Session:
                     return leave
                 if not isinstance(leave, gate.Inject):
                     raise AssertionError("all is known, and the gate wants to know more")
-                if not again and not self._count(Count(requests=1)):
-                    return _UNCOUNTED
+                if not again and (refused := self._counted(step)) is not None:
+                    return refused
                 exchange = self._exchange(head, leave, connection, _rewriting(boot, facts, leave))
                 try:
                     await exchange.run()
@@ -231,6 +231,14 @@ class Session:
             finally:
                 if not upstream.holds(connection):
                     connection.close()
+
+    def _counted(self, step: gate.Later) -> Refuse | None:
+        """Counts the request, when it is within the budget still: others that were judged
+        with it may have been counted meanwhile."""
+        refused = self._budget(step)
+        if refused is None and not self._count(Count(requests=1)):
+            return _UNCOUNTED
+        return refused
 
     def _budget(self, step: gate.Later) -> Refuse | None:
         total = self._desk.ledger.total(self._socket, step.binding.name)

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -41,6 +42,7 @@ from agent_box.store.contract import Put, Sealed
 
 ID = "0" * 32
 STREAM = 64 << 20
+CROWD, CROWD_EVENTS, CROWD_EVERY_S = 200, 20, 0.5  # streams at once; events of each; between two
 BODY = b'{"hello": "world, this is a small request"}'
 Where = tuple[str, object]  # ("unix", path) or ("tcp", port) or ("tls", (port, context))
 
@@ -72,6 +74,17 @@ async def upstream(certificate: str, key: str) -> None:
                     for _ in range(STREAM // len(block)):
                         writer.write(block)
                         await writer.drain()
+                elif head.split(b" ", 2)[1] == b"/v1/crowd":
+                    writer.write(
+                        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+                        b"Transfer-Encoding: chunked\r\n\r\n"
+                    )
+                    for _ in range(CROWD_EVENTS):
+                        await asyncio.sleep(CROWD_EVERY_S * random.uniform(0.5, 1.5))
+                        event = b"data: %.6f\n\n" % time.time()
+                        writer.write(b"%x\r\n%s\r\n" % (len(event), event))
+                        await writer.drain()
+                    writer.write(b"0\r\n\r\n")
                 elif head.split(b" ", 2)[1] == b"/v1/events":
                     writer.write(
                         b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -177,6 +190,25 @@ async def events(wire: Wire) -> tuple[float, float]:
             delays.append((time.time() - float(line[6:])) * 1e3)
     writer.close()
     return statistics.median(delays), max(delays)
+
+
+async def crowd(wire: Wire) -> tuple[float, float, float]:
+    """Median, 99th percentile and largest delay of an event in ms, of many streams at once."""
+    delays: list[float] = []
+
+    async def one() -> None:
+        reader, writer = await wire.open()
+        writer.write(wire.request("/v1/crowd"))
+        await reader.readuntil(b"\r\n\r\n")
+        for _ in range(CROWD_EVENTS):
+            await reader.readuntil(b"data: ")
+            sent = float(await reader.readuntil(b"\n"))
+            delays.append((time.time() - sent) * 1e3)
+        writer.close()
+
+    await asyncio.gather(*(one() for _ in range(CROWD)))
+    ordered = sorted(delays)
+    return statistics.median(ordered), ordered[int(len(ordered) * 0.99)], ordered[-1]
 
 
 # ------------------------------------------------------------------ what is measured
@@ -298,6 +330,18 @@ def measure(name: str, wire: Wire, seconds: float, pid: int | None = None) -> No
         median, largest = await events(wire)
         print(
             f"{name:10} SSE             median {median:.2f} ms, most {largest:.2f} ms", flush=True
+        )
+        before = cpu_s(pid) if pid else 0.0
+        median, p99, largest = await crowd(wire)
+        more = ""
+        if pid:
+            more = (
+                f"  {(cpu_s(pid) - before) / (CROWD * CROWD_EVENTS) * 1e3:.3f} ms of CPU an event"
+            )
+        print(
+            f"{name:10} {CROWD} x SSE       median {median:.2f} ms, p99 {p99:.2f} ms, "
+            f"most {largest:.2f} ms{more}",
+            flush=True,
         )
 
     asyncio.run(all_())

@@ -256,6 +256,33 @@ def test_a_slow_upstream_is_given_up(where: str) -> None:
     run(play)
 
 
+def test_an_upstream_that_says_nothing_is_given_up_before_the_store_is_asked() -> None:
+    async def play(scene: Scene) -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1)
+            await reader.read()  # never a word of TLS
+
+        async def never(host: str, port: int) -> list[str]:
+            return await asyncio.get_running_loop().create_future()
+
+        server = await Raw(serve).start(None)
+        scene.closing(server.stop)
+        scene.bind("api", server.port)
+        await scene.up()
+        began = now()
+        reply = await scene.ask("api", body=b"{}", seconds=HOUR)
+        assert reply.status in (502, 504)
+        assert now() - began <= 2 * LIMITS.connect_s + 10
+        scene.resolve = never
+        began = now()
+        reply = await scene.ask("api", body=b"{}", seconds=HOUR)
+        assert (reply.status, reply.code) == (502, "upstream-dns")
+        assert now() - began <= LIMITS.resolve_s + 10
+        assert scene.store.asked == 0
+
+    run(play)
+
+
 def test_a_guest_that_does_not_read_is_left() -> None:
     async def answer(request: web.Request, asked: Asked) -> web.StreamResponse:
         reply = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})

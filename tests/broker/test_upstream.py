@@ -289,6 +289,44 @@ def test_what_comes_after_a_reply_is_never_the_next_ones() -> None:
     run(play)
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_an_answer_that_does_not_wait_for_the_body_is_told(closes: bool) -> None:
+    """Such as a refusal of what is too large, while it is being sent."""
+
+    async def play(scene: Scene) -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await server.head(reader)
+            writer.write(b"HTTP/1.1 413 Content Too Large\r\nContent-Length: 3\r\n\r\nbig")
+            await writer.drain()
+            if not closes:
+                await reader.read()
+
+        server = await Raw(serve).start(scene.authority.server())
+        scene.closing(server.stop)
+        scene.bind("api", server.port)
+        await scene.up()
+        size = 32 << 20
+        head = "".join(f"{name}: {value}\r\n" for name, value in scene.headers("api"))
+        reader, writer = await scene.connect()
+        writer.write(f"POST /v1/x HTTP/1.1\r\n{head}Content-Length: {size}\r\n\r\n".encode())
+
+        async def send() -> None:
+            try:
+                for _ in range(size >> 16):
+                    writer.write(bytes(1 << 16))
+                    await writer.drain()
+            except OSError:
+                pass  # nobody takes the rest
+
+        sending = scene.tasks.hold(send(), name="send")
+        said = await asyncio.wait_for(reader.readuntil(b"big"), 20)
+        assert said.startswith(b"HTTP/1.1 413")
+        await asyncio.wait_for(asyncio.wait((sending,)), 20)
+        writer.transport.abort()
+
+    run(play)
+
+
 # ------------------------------------------------------------------ what it must not send
 
 Reflect = Callable[[web.Request, Asked], Awaitable[web.StreamResponse]]
@@ -406,6 +444,19 @@ def test_a_budget_refuses_and_says_so() -> None:
         assert (await scene.ask("api", body=b"{}")).code == "budget"
         used = scene.used()["api"]
         assert (used["tokens_in"], used["tokens_out"], used["requests"]) == (120, 80, 2)
+
+    run(play)
+
+
+def test_a_budget_of_requests_is_kept_by_many_at_once() -> None:
+    async def play(scene: Scene) -> None:
+        upstream = await App().start(scene.authority.server())
+        scene.closing(upstream.stop)
+        scene.bind("api", upstream.port, more="max_requests = 5")
+        await scene.up()
+        replies = await asyncio.gather(*(scene.ask("api", body=b"{}") for _ in range(30)))
+        assert sorted(reply.status for reply in replies) == [200] * 5 + [403] * 25
+        assert len(upstream.asked) == scene.used()["api"]["requests"] == 5
 
     run(play)
 

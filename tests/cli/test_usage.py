@@ -68,10 +68,10 @@ def test_people_see_sums_and_programs_see_days(monkeypatch: pytest.MonkeyPatch) 
     told, _ = shown(monkeypatch, "USD", rows, json_=True, name=None, since=None)
     result = json.loads(told)["result"]
     assert result["currency"] == "USD"
-    assert [(r["binding"], r["day"], r["cost"]) for r in result["usage"]] == [
-        ("api", "2026-11-30", 1.5),
-        ("api", "2026-12-01", 0.25),
-        ("code", "2026-11-30", 0.0),
+    assert [(r["binding"], r["day"], r["cost_millionths"]) for r in result["usage"]] == [
+        ("api", "2026-11-30", 1_500_000),
+        ("api", "2026-12-01", 250_000),
+        ("code", "2026-11-30", 0),
     ]
 
 
@@ -81,7 +81,7 @@ def test_without_prices_there_are_no_costs(monkeypatch: pytest.MonkeyPatch) -> N
     assert "COST" not in text and "*" not in text
     told, _ = shown(monkeypatch, "", rows, json_=True, name=None, since=None)
     result = json.loads(told)["result"]
-    assert (result["currency"], result["usage"][0]["cost"]) == (None, None)
+    assert (result["currency"], result["usage"][0]["cost_millionths"]) == (None, None)
     assert result["usage"][0]["unpriced_tokens"] == 9
 
 
