@@ -11,7 +11,7 @@ from typing import Final, Literal
 from agent_box.netstack.contract import Flow as Facts
 from agent_box.netstack.poller import ERROR, OUT, UNSURE, Poller
 from agent_box.netstack.sni import NO_NAME, Hello, HelloReader
-from agent_box.netstack.tcp import DEAD, OPEN, ROOM, Tcp
+from agent_box.netstack.tcp import DEAD, NOW, OPEN, ROOM, Tcp
 from agent_box.netstack.wire import Wire
 
 POLICY: Final = 0  # leads to where the policy allows
@@ -22,6 +22,7 @@ FORWARD: Final = 3
 _NOW_AND_HARD: Final = struct.pack("ii", 1, 0)  # SO_LINGER: close sends RST
 _PIECES: Final = 64  # in one sendmsg upstream
 _READS: Final = 4  # of 64 KiB from one flow before others have their turn
+_ACK_S: Final = 0.001  # what an ACK waits for an answer of upstream's that it may go with
 HIGH: Final = 512 << 10  # queued for the link: then upstream waits
 
 
@@ -97,6 +98,7 @@ class Relay:
         self.flows: dict[bytes, Flow] = {}
         self.ready: deque[Flow] = deque()
         self.dirty: list[Flow] = []
+        self._later: list[Flow] = []
         self.bytes_up = 0
         self.bytes_down = 0
 
@@ -129,11 +131,24 @@ class Relay:
                 else:
                     flow.hello = None  # nor anything else
             if flow.state == OPEN:
-                if flow.due:
+                if flow.due == NOW:
                     flow.acknowledge()
+                elif flow.due:
+                    self._acknowledge_later(flow)
                 if flow.finished and not flow.outq:
                     self._finish_up(flow)
         self.dirty.clear()
+
+    def _acknowledge_later(self, flow: Flow) -> None:
+        if not self._later:
+            self._poller.at(self._poller.now + _ACK_S, self._acknowledge)
+        self._later.append(flow)
+
+    def _acknowledge(self) -> None:
+        later, self._later = self._later, []
+        for flow in later:
+            if flow.due:
+                flow.acknowledge()
 
     def _up(self, flow: Flow, pieces: list[memoryview]) -> None:
         flow.arrived = None

@@ -50,6 +50,10 @@ ROOM: Final = 2  # more may be sent than before
 RESET: Final = 4  # the guest reset it, or never answered: DEAD
 OPENED: Final = 8
 
+# When the guest is owed an ACK.
+LATER: Final = 1  # it may wait a moment for data to go with (RFC 9293 §3.8.6.3)
+NOW: Final = 2
+
 MSS: Final = MTU - 40
 SCALE: Final = 7  # of the windows that we advertise
 SEGMENT_MAX: Final = IP_MAX - 40
@@ -77,7 +81,7 @@ class Tcp:
         fin_sent, fin_acked: whether our side is, and whether the guest knows.
         resend: from where on it must be sent again; None: nothing is.
         blocked: `room` said 0; `ROOM` says when to ask again.
-        due: the guest is owed an ACK at the end of the batch.
+        due: `LATER` or `NOW` (at the end of the batch): the guest is owed an ACK; 0: it is not.
         deadline: when `timer` wants to be called.
         segment: the most that one frame brings: whole segments of the guest's size.
         armed: for the keeper of timers alone.
@@ -116,7 +120,7 @@ class Tcp:
         self.holding = 0
         self.finished = self.fin_sent = self.fin_acked = False
         self.blocked = False
-        self.due = False
+        self.due = 0
         self.deadline = inf
         self.armed = inf
         self.heard = wire.now
@@ -227,12 +231,11 @@ class Tcp:
             if gain >= self.wire.window >> 1 or (
                 self._shown < self.mss and gain >= min(self.mss, SLOT >> 1)
             ):
-                self.due = False
                 self._emit(self.snd_nxt, ACK)
 
     def acknowledge(self) -> None:
         """Sends the ACK that is due."""
-        self.due = False
+        self.due = 0
         if self.state == OPEN:
             self._emit(self.snd_nxt, ACK)
 
@@ -339,7 +342,7 @@ class Tcp:
             self.snd_wnd = window
         if payload is None and not flags & FIN:
             if (self.rcv_nxt - seq) & _M == 1:
-                self.due = True  # a keepalive
+                self.due = NOW  # a keepalive
                 found |= DATA
             return found
         self.heard = wire.now
@@ -353,12 +356,12 @@ class Tcp:
                 self._emit(self.snd_nxt, ACK)
                 return found
             if old >= length + (flags & FIN) or payload is None:
-                self.due = True  # all known
+                self.due = NOW  # all known
                 return found | DATA
             payload = payload[old:]
             length -= old
         if self.finished:
-            self.due = True
+            self.due = NOW
             return found | DATA
         whole = True
         if length > self._shown:
@@ -383,7 +386,8 @@ class Tcp:
         if flags & FIN and whole:
             self.finished = True
             self.rcv_nxt = (self.rcv_nxt + 1) & _M
-        self.due = True
+        alone = whole and length <= SMALL and not self.due and self._early is None
+        self.due = LATER if alone else NOW
         return found | DATA
 
     def timer(self) -> int:
@@ -555,6 +559,8 @@ class Tcp:
         free = self._free()
         if free > self._shown:  # the edge that was shown once is never taken back
             self._shown = free & -_SCALE_UNIT if self.scaled else min(free, 0xFFFF)
+        if flags & ACK:
+            self.due = 0
         if flags & SYN:
             self._shown = min(self._shown, 0xFFFF)
             window = self._shown
