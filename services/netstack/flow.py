@@ -99,6 +99,7 @@ class Relay:
         self.ready: deque[Flow] = deque()
         self.dirty: list[Flow] = []
         self._later: list[Flow] = []
+        self.overdue = False  # `acknowledge` has something to do
         self.bytes_up = 0
         self.bytes_down = 0
 
@@ -141,10 +142,15 @@ class Relay:
 
     def _acknowledge_later(self, flow: Flow) -> None:
         if not self._later:
-            self._poller.at(self._poller.now + _ACK_S, self._acknowledge)
+            self._poller.at(self._poller.now + _ACK_S, self._waited)
         self._later.append(flow)
 
-    def _acknowledge(self) -> None:
+    def _waited(self) -> None:
+        self.overdue = True
+
+    def acknowledge(self) -> None:
+        """Acknowledges what waited for an answer that did not come."""
+        self.overdue = False
         later, self._later = self._later, []
         for flow in later:
             if flow.due:

@@ -82,6 +82,7 @@ class Opener:
         self._broker = broker
         self._waiting: dict[bytes, Flow] = {}  # the oldest first
         self._looking = False
+        self._random: list[int] = []
         self.total = 0
 
     # -- the guest calls
@@ -153,7 +154,7 @@ class Opener:
         key = self._free_key(guest_port)
         if key is None:
             return False
-        flow = Flow(self._relay, self._wire, key, secrets.randbits(32), flows.FORWARD)
+        flow = Flow(self._relay, self._wire, key, self._first_number(), flows.FORWARD)
         flow.origin = origin
         self._poller.watch(sock.fileno(), flow)
         flow.sock = sock
@@ -172,6 +173,12 @@ class Opener:
 
     # -- inside
 
+    def _first_number(self) -> int:
+        """An initial sequence number that nobody guesses (RFC 6528); one call gets many."""
+        if not self._random:
+            self._random.extend(memoryview(secrets.token_bytes(1024)).cast("I"))
+        return self._random.pop()
+
     def _begin(self, key: bytes, seq: int, mss: int, scale: int | None, kind: int) -> Flow | None:
         now = self._poller.now
         if len(self._waiting) >= self._limits.pending:
@@ -181,7 +188,7 @@ class Opener:
             self._reporter.limit("flows", now)
             self._refuse_key(key, seq)
             return None
-        flow = Flow(self._relay, self._wire, key, secrets.randbits(32), kind)
+        flow = Flow(self._relay, self._wire, key, self._first_number(), kind)
         flow.called(seq, mss, scale)
         self._relay.flows[key] = flow
         self._waiting[key] = flow

@@ -50,7 +50,9 @@ IP_TCP: Final = struct.Struct(">BBHHHBBH4s4sHHIIBBHHH")
 _IP: Final = struct.Struct(">BBHHHBBH4s4s")
 _UDP: Final = struct.Struct(">HHHH")
 WORDS4: Final = struct.Struct(">4H")
-TCP_FIELDS: Final = struct.Struct(">IIBBH")  # seq, ack, data offset, flags, window
+# Of an IPv4 and TCP header: version and length, total, fragment, protocol, addresses with ports,
+# seq, ack, data offset, flags, window.
+IP_TCP_READ: Final = struct.Struct(">BxHxxHxB2x12sIIBBH")
 _MSS: Final = struct.Struct(">BBH")
 
 

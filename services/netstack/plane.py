@@ -35,12 +35,12 @@ from agent_box.netstack.packet import (
     GATEWAY,
     GUEST,
     ICMP,
+    IP_TCP_READ,
     PORT_UNREACHABLE,
     PROHIBITED,
     RST,
     SYN,
     TCP,
-    TCP_FIELDS,
     UDP,
     tcp_options,
     udp_frame,
@@ -118,6 +118,7 @@ class Plane:
         )
         self._streams = DnsStreams(self._poller, self._dns)
         self._relay = Relay(self._poller, self._wire, self._hello)
+        self._flows = self._relay.flows
         self._opener = Opener(
             self._poller, self._wire, self._relay, self._judge, self._names, self._resolver,
             self._streams, self._reporter, limits, broker,
@@ -154,9 +155,13 @@ class Plane:
                     link.read(self._packet, self._relay.batch)
             except LinkBroken as broken:
                 self._lost(str(broken))
-            self._relay.pump()
+            if self._relay.ready:
+                self._relay.pump()
+            if self._relay.overdue:
+                self._relay.acknowledge()
             more_udp = self._udp.pump()
-            self._flush()
+            if wire.out:
+                self._flush()
             link = self._link
             if not (
                 (link is not None and link.readable and wire.queued < _LINK_HIGH)
@@ -283,41 +288,27 @@ class Plane:
     # -- packets of the guest
 
     def _packet(self, view: memoryview, at: int, length: int) -> None:
+        """One packet. Nearly all are whole segments of flows: the rest is `_other`."""
         if self._wire.tap is not None:
             self._wire.tap(bytes(view[at : at + length]))
-        if view[at] >> 4 == 6:
-            return  # the guest's kernel speaks of IPv6 to itself; it has none
-        if length < 28 or view[at] != 0x45:
-            self._dropped += 1
+        if length < 40:
+            self._other(view, at, length)
             return
-        total = view[at + 2] << 8 | view[at + 3]
-        if not 28 <= total <= length or view[at + 6] & 0x3F or view[at + 7]:
-            self._dropped += 1  # cut short, or a fragment, which an MTU like ours needs not
+        first, total, fragment, protocol, key, seq, ack, offset, flags, window = (
+            IP_TCP_READ.unpack_from(view, at)
+        )
+        if first != 0x45 or protocol != TCP or fragment & 0x3FFF or not 40 <= total <= length:
+            self._other(view, at, length)
             return
-        key = bytes(view[at + 12 : at + 24])
-        protocol = view[at + 9]
-        if key[:4] != GUEST:
+        flow = self._flows.get(key)
+        if flow is None and key[:4] != GUEST:
             self._deny(_FORGED, key[:4])
-        elif protocol == TCP:
-            self._tcp(view, at, total, key)
-        elif protocol == UDP:
-            self._datagram(view, at, total, key)
-        elif protocol == ICMP:
-            self._icmp(bytes(view[at : at + total]))
-        else:
-            self._deny(_PROTOCOL, key[4:8])
-
-    def _tcp(self, view: memoryview, at: int, total: int, key: bytes) -> None:
-        if total < 40:
-            self._dropped += 1
             return
-        seq, ack, offset, flags, window = TCP_FIELDS.unpack_from(view, at + 24)
         start = at + 20 + (offset >> 4 << 2)
         end = at + total
         if start < at + 40 or start > end or flags & (SYN | FIN) == SYN | FIN:
             self._dropped += 1
             return
-        flow = self._relay.flows.get(key)
         if flow is None:
             self._without_flow(view, at, key, seq, ack, flags, start, end)
             return
@@ -341,7 +332,31 @@ class Plane:
             self._relay.mark(flow)
         if bits & OPENED:
             self._relay.wake(flow)
-        self._relay.event(flow, bits)
+        if flow.fin_acked or flow.blocked or flow.resend is not None:
+            self._relay.event(flow, bits)
+
+    def _other(self, view: memoryview, at: int, length: int) -> None:
+        if view[at] >> 4 == 6:
+            return  # the guest's kernel speaks of IPv6 to itself; it has none
+        if length < 28 or view[at] != 0x45:
+            self._dropped += 1
+            return
+        total = view[at + 2] << 8 | view[at + 3]
+        if not 28 <= total <= length or view[at + 6] & 0x3F or view[at + 7]:
+            self._dropped += 1  # cut short, or a fragment, which an MTU like ours needs not
+            return
+        key = bytes(view[at + 12 : at + 24])
+        protocol = view[at + 9]
+        if key[:4] != GUEST:
+            self._deny(_FORGED, key[:4])
+        elif protocol == TCP:
+            self._dropped += 1  # its header is not all there
+        elif protocol == UDP:
+            self._datagram(view, at, total, key)
+        elif protocol == ICMP:
+            self._icmp(bytes(view[at : at + total]))
+        else:
+            self._deny(_PROTOCOL, key[4:8])
 
     def _without_flow(
         self,

@@ -222,10 +222,12 @@ class Tcp:
         self.arrived = self._early = None
 
     def taken(self, count: int) -> None:
-        """Upstream took bytes. The guest hears of it once the window opened by half."""
+        """Upstream took bytes. The guest hears of it once the window opened by half, and with
+        the ACK that it is owed in any case.
+        """
         self.holding -= count
         self.wire.held -= count
-        if self.state == OPEN and not self.finished:
+        if self.state == OPEN and not self.finished and not self.due:
             free = self._free()
             gain = free - self._shown
             if gain >= self.wire.window >> 1 or (

@@ -9,7 +9,7 @@ passt; a candidate that is not there is left out. What a candidate fails in is s
 figure in that round.
 
 - up, down: MB/s of one connection, guest to host and host to guest, and CPU seconds per GB of
-  the candidate itself (ours: the worker; the pump in the guest is the guest's, as box-guest is).
+  the candidate itself (ours: the worker; the pump in the guest is box-guest's own).
   The receiver counts, from the first byte to the last; no direction waits for the other, as pasta
   of Debian 12 keeps repeating what comes back on a connection that its guest has half closed.
 - connects: connections per second, 32 at a time, each with one byte there and back.
@@ -200,6 +200,14 @@ def _connects(address: str, port: int) -> float:
     return done / (time.monotonic() - began)
 
 
+def ask(address: str, message: str) -> None:
+    """One question to a resolver; message and answer in hex."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.settimeout(WAIT_S)
+        sock.sendto(bytes.fromhex(message), (address, 53))
+        print(sock.recv(4096).hex())
+
+
 def _latency(address: str, port: int) -> float:
     times = []
     for _ in range(300):
@@ -281,16 +289,17 @@ def ours(directory: Path) -> Iterator[Candidate]:
     from scapy.layers.dns import DNS, DNSQR
     from support.tunguest import GATEWAY, TunGuest
 
-    guest = TunGuest()
+    guest = TunGuest(own=False)
     link = guest.new_link()
     listener = socket.create_server(("127.0.0.1", 0))
     words = (sys.executable, __file__, "worker", str(link.fileno()), str(listener.fileno()),
              str(directory))  # fmt: skip
     with _process(*words, pass_fds=(link.fileno(), listener.fileno())) as worker:
         link.close()
-        with guest.socket(socket.SOCK_DGRAM) as sock:
-            sock.sendto(bytes(DNS(rd=1, qd=DNSQR(qname="app.test"))), (GATEWAY, 53))
-            address = DNS(sock.recv(4096)).an[0].rdata
+        asked = bytes(DNS(rd=1, qd=DNSQR(qname="app.test")))
+        words = (*guest.inside(), sys.executable, __file__, "ask", GATEWAY, asked.hex())
+        answered = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        address = DNS(bytes.fromhex(answered)).an[0].rdata
         found = Candidate("agent-box", worker.pid, guest.inside(), str(address))
         found.forward = listener.getsockname()
         yield found
@@ -437,6 +446,8 @@ def main() -> None:
         serve()
     elif words[:1] == ["client"]:
         client(words[1], words[2], int(words[3]))
+    elif words[:1] == ["ask"]:
+        ask(words[1], words[2])
     elif words[:1] == ["worker"]:
         worker(int(words[1]), int(words[2]), words[3])
     elif words[:1] == ["inside"]:

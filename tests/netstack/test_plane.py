@@ -14,18 +14,22 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 
 import pytest
+from scapy.layers.inet import IP, TCP
 from support import servers, tunguest
 from support.guestnet import Net, round_trip, take, take_all, until
 from support.nameserver import NameServer
-from support.planes import etc, here, rule
+from support.planes import etc, here, policy, rule
 from support.servers import Server
 from support.tunguest import GATEWAY, TunGuest
 
 from agent_box.netstack import plane as plane_module
 from agent_box.netstack.opening import Limits
+from agent_box.netstack.packet import ACK, GUEST, PSH, SYN, tcp_head
+from agent_box.netstack.plane import Plane
 from agent_box.netstack.reports import Denied, Limited, Revoked
 
 WHY_NOT = tunguest.unavailable()
@@ -355,10 +359,61 @@ def test_idle_for_hours_and_still_there(net: Make, echoing: Server) -> None:
         assert plane.do(lambda p: p.counters()).flows == 1
 
 
+def test_a_lone_acknowledgement_waits_for_the_answer_and_no_longer(tmp_path: Path) -> None:
+    now = [1000.0]
+    host = bytes((127, 0, 0, 1))
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours, socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        plane = Plane(
+            policy=policy(here(f"127.0.0.1/32:{port}")), broker=None, report=print,
+            etc=etc(tmp_path / "etc"), clock=lambda: now[0],
+        )  # fmt: skip
+        plane.link(theirs)
+        answers: list[bytes] = []
+
+        def guest(seq: int, ack: int, flags: int, data: bytes = b"") -> None:
+            head = tcp_head(GUEST, host, (4000, port), seq, ack, flags, 1000, length=len(data))
+            ours.sendall(head + data)
+            plane.run()
+
+        def heard() -> bool:
+            plane.run()
+            try:
+                answers.append(ours.recv(4096)[14:])
+            except BlockingIOError:
+                return False
+            return True
+
+        guest(100, 0, SYN)
+        until(heard)
+        ack = IP(answers.pop())[TCP].seq + 1
+        server, _ = listener.accept()
+        with server:
+            guest(101, ack, ACK)
+            guest(101, ack, ACK | PSH, b"first")
+            assert server.recv(10) == b"first" and not heard()
+            server.sendall(b"answer")
+            until(heard)
+            answer = IP(answers.pop())[TCP]
+            assert bytes(answer.payload) == b"answer" and answer.ack == 106
+            guest(106, ack + 6, ACK | PSH, b"second")
+            assert server.recv(10) == b"second" and not heard()
+            now[0] += 0.002
+            assert heard()
+            answer = IP(answers.pop())[TCP]
+            assert not answer.payload and answer.flags == "A" and answer.ack == 112
+            assert not heard()
+        plane.close()
+
+
 def test_a_guest_that_forgot_its_flow_is_noticed(net: Make, echoing: Server) -> None:
     plane = net(here(f"app.test:{echoing.port}"))
     sock = plane.connect("app.test", echoing.port)
     round_trip(sock)
+    # What is unanswered would be sent again at once, and the guest be noticed by that.
+    until(lambda: plane.do(lambda p: [flow.deadline for flow in p._flows.values()]) == [inf])
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, HARD)
     plane.do(lambda p: p.link(None))
     sock.close()  # its RST goes nowhere

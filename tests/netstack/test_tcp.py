@@ -20,7 +20,9 @@ from agent_box.netstack.tcp import (
     CALLING,
     DATA,
     DEAD,
+    LATER,
     MSS,
+    NOW,
     OPEN,
     OPENED,
     RESET,
@@ -226,11 +228,33 @@ def test_data_in_order_is_taken_and_acknowledged_once_for_a_batch() -> None:
     play = Play().open()
     for piece in (b"one", b"two", b"three"):
         assert play.guest(ACK | PSH, piece) & DATA
-    assert not play.wire.out and play.tcp.due
+    assert not play.wire.out and play.tcp.due == NOW
     assert play.take() == b"onetwothree"
     if play.tcp.due:  # unless the window had to be told of anyway
         play.tcp.acknowledge()
     assert play.frame().ack == play.seq
+
+
+def test_a_lone_small_segment_may_wait_for_its_acknowledgement_and_a_second_may_not() -> None:
+    play = Play().open()
+    play.guest(ACK | PSH, b"a question")
+    assert play.tcp.due == LATER and play.take() == b"a question"
+    play.send(b"the answer")
+    assert play.frame().ack == play.seq and not play.tcp.due, "the answer brought it"
+    play.guest(ACK | PSH, b"one")
+    assert play.tcp.due == LATER
+    play.guest(ACK | PSH, b"more")
+    assert play.tcp.due == NOW
+    play.tcp.acknowledge()
+    assert play.frame().ack == play.seq and not play.tcp.due
+    play.guest(ACK, b"x" * (SMALL + 1))
+    assert play.tcp.due == NOW, "one of many"
+
+
+def test_a_frame_brings_whole_segments_of_the_guests_size() -> None:
+    for mss, most in ((MSS, MSS), (1460, 44 * 1460), (536, 122 * 536)):
+        play = Play(mss=mss, window=4096).open()
+        assert play.tcp.room() == most
 
 
 def test_a_gap_is_answered_at_once_each_time() -> None:
@@ -275,7 +299,7 @@ def test_what_is_known_is_acknowledged_and_what_is_half_known_counts_for_its_res
     play.guest(ACK, b"abcdef")
     assert play.take() == b"abcdef"
     assert play.guest(ACK, b"abc", seq=start) & DATA
-    assert play.take() == b"" and play.tcp.due
+    assert play.take() == b"" and play.tcp.due == NOW
     play.guest(ACK, b"defghi", seq=start + 3)
     assert play.take() == b"ghi"
 
@@ -284,7 +308,7 @@ def test_a_keepalive_is_answered() -> None:
     for payload in (b"", b"\0"):  # RFC 1122 §4.2.3.6: with or without an old byte
         play = Play().open()
         assert play.guest(ACK, payload, seq=play.seq - 1) & DATA
-        assert play.tcp.due and play.take() == b""
+        assert play.tcp.due == NOW and play.take() == b""
 
 
 def test_the_window_closes_with_our_queue_and_reopens_by_half() -> None:
@@ -300,7 +324,9 @@ def test_the_window_closes_with_our_queue_and_reopens_by_half() -> None:
     assert sent == play.wire.window
     assert play.frames()[-1].window == 0
     play.guest(ACK, b"!", seq=play.seq)  # beyond the window: dropped, and acknowledged
-    assert play.tcp.due and play.tcp.rcv_nxt == (GUEST_ISS + 1 + sent) & M
+    assert play.tcp.due == NOW and play.tcp.rcv_nxt == (GUEST_ISS + 1 + sent) & M
+    play.tcp.acknowledge()
+    assert play.frame().window == 0
     play.tcp.arrived = None
     for taken in (1000, play.wire.window // 2 - 1000, 5):
         play.tcp.taken(taken)

@@ -1,5 +1,5 @@
 """A guest for a plane without a machine: the kernel's own TCP in a network namespace of its own,
-behind a TUN device that is pumped as box-guest pumps it.
+behind a TUN device that is pumped as box-guest pumps it, or by its very pump.
 
 `TunGuest.socket` makes sockets inside that namespace for use by the test itself, since a socket
 stays where it was made. Needs /dev/net/tun to be open to this account; `unavailable` says why
@@ -17,6 +17,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+
+from agent_box.guest import network
+from agent_box.guest.wire import HOST_CID
 
 _TUNSETIFF = 0x400454CA
 _TUNSETOFFLOAD = 0x400454D0
@@ -42,11 +45,14 @@ def unavailable() -> str | None:
 class TunGuest:
     """One namespace with tun0."""
 
-    def __init__(self, mtu: int = MTU, offload: bool = True) -> None:
+    def __init__(self, mtu: int = MTU, offload: bool = True, own: bool = True) -> None:
+        """`own`: pumped by this module, which keeps the device when the link ends; or by
+        `agent_box.guest.network`.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process = subprocess.Popen(
             ["unshare", "-Urn", "--kill-child", sys.executable, __file__, str(theirs.fileno()),
-             str(mtu), str(int(offload))],
+             str(mtu), str(int(offload)), str(int(own))],
             pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
         )  # fmt: skip
         theirs.close()
@@ -160,7 +166,27 @@ def _pump_in(tun: int, link: socket.socket) -> None:
         have = end - at
 
 
-def _serve(control: socket.socket, mtu: int, offload: bool) -> None:
+class _Listener(socket.socket):
+    """Accepts what the control socket brings, for box-guest's pump; answers as it does that."""
+
+    def accept(self) -> tuple[socket.socket, tuple[int, int]]:
+        message, fds, _, _ = socket.recv_fds(self, 256, 1)
+        if not message:
+            os._exit(0)
+        if not fds:
+            self.sendall(str(os.getpid()).encode() if message == b"pid" else b"no")
+            raise OSError("it was not a link")
+        self.sendall(b"ok")
+        return socket.socket(fileno=fds[0]), (HOST_CID, 0)
+
+
+def _pump_as_the_guest(tun: int, control: socket.socket) -> None:
+    listener = _Listener(fileno=control.detach())
+    network.system.log = lambda text: None
+    network.Pump(tun, listener).run()
+
+
+def _serve(control: socket.socket, mtu: int, offload: bool, own: bool) -> None:
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(
         tun, _TUNSETIFF, struct.pack("16sH22x", b"tun0", _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR)
@@ -175,6 +201,8 @@ def _serve(control: socket.socket, mtu: int, offload: bool) -> None:
         subprocess.run(["ip", *words.split()], check=True)
     Path("/proc/sys/net/ipv4/ping_group_range").write_text("0 0")
     control.sendall(b"up")
+    if not own:
+        _pump_as_the_guest(tun, control)
     guest = _Guest(tun)
     threading.Thread(target=guest.pump_out, daemon=True).start()
     while True:
@@ -198,4 +226,5 @@ def _serve(control: socket.socket, mtu: int, offload: bool) -> None:
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3] == "1")
+    _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3] == "1",
+           sys.argv[4] == "1")  # fmt: skip
