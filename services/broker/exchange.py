@@ -23,6 +23,7 @@ from agent_box.broker.upstream import Connection
 from agent_box.process.tasks import TaskSet
 
 FLUSH_BYTES: Final = 4 << 20  # counted at the latest when so many were moved
+STRAIGHT_BYTES: Final = 1 << 16  # a body from this length on is worth its own way
 _SWITCHING: Final = 101
 
 
@@ -110,6 +111,7 @@ class Exchange:
         self._settled = False  # its tokens are counted
         self._bad_body: Refuse | None = None
         self._gone = False
+        self._straight_end = False  # of a reply that was passed on so, with nothing behind it
         self.reusable = False  # the connection, for another exchange
 
     async def run(self) -> None:
@@ -132,10 +134,10 @@ class Exchange:
             if self._heard or self._gone:
                 self._settle(whole=False)
             self._flush()
-        self.reusable = (
-            self._machine.our_state is h11.DONE
-            and self._machine.their_state is h11.DONE
-            and not self._machine.trailing_data[0]
+        # h11's own state says as well whether the upstream keeps the connection
+        self.reusable = self._machine.our_state is h11.DONE and (
+            self._straight_end
+            or (self._machine.their_state is h11.DONE and not self._machine.trailing_data[0])
         )
 
     # ------------------------------------------------------------------ up
@@ -243,6 +245,10 @@ class Exchange:
         await self._guest.send(
             h11.Response(status_code=event.status_code, headers=headers, reason=b"")
         )
+        length = 0 if bodiless or not search.blind else _length(event)
+        if length >= STRAIGHT_BYTES:
+            await self._straight(length)
+            return
         while True:
             part = await self._next()
             if isinstance(part, h11.Data):
@@ -252,6 +258,42 @@ class Exchange:
                 return
             else:
                 raise Broken
+
+    async def _straight(self, length: int) -> None:
+        """A long body that is not searched and whose end is known: its bytes go from socket to
+        socket. What h11 would do to them is to count them, which is done here; towards the
+        guest it does so itself."""
+        rest, last, surplus = length, self._clock(), False
+
+        def pass_on(data: memoryview) -> bool:
+            nonlocal rest, last, surplus
+            last = self._clock()
+            if len(data) > rest:
+                data, surplus = data[:rest], True
+            rest -= len(data)
+            self._down += len(data)
+            self._moved.bytes_down += len(data)
+            if rest:
+                self._flush(FLUSH_BYTES)
+            else:
+                self._settle(whole=True)
+                self._flush()
+            return self._guest.pass_on(data) and rest > 0
+
+        early = self._machine.trailing_data[0]
+        if early:
+            pass_on(memoryview(early))
+        while rest:
+            await self._guest.send()
+            try:
+                await self._connection.line.relay(pass_on, last + self._limits.idle_s)
+            except TimeoutError:
+                if self._clock() >= last + self._limits.idle_s:
+                    raise Broken from None
+            except OSError:
+                raise self._lost() from None
+        await self._guest.send(h11.EndOfMessage())
+        self._straight_end = not surplus
 
     async def _rewritten(
         self, event: h11.Response, headers: list[tuple[bytes, bytes]], rewrite: Rewrite
@@ -459,6 +501,14 @@ def _one(event: h11.Response, name: bytes) -> bytes | None:
     """A header's value; None when there is none, or more than one."""
     found = [bytes(value) for each, value in event.headers if each == name]
     return found[0] if len(found) == 1 else None
+
+
+def _length(event: h11.Response) -> int:
+    """Of the body, when a Content-Length frames it; else 0."""
+    if _list(event, b"transfer-encoding") is not None:
+        return 0
+    value = _one(event, b"content-length")
+    return 0 if value is None else int(value)
 
 
 def _list(event: h11.Response, name: bytes) -> bytes | None:

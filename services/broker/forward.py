@@ -105,21 +105,22 @@ def _kept(inject: Inject, placed: Headers) -> Iterable[tuple[bytes, bytes]]:
     head, binding = inject.head, inject.binding
     service = inject.access.service if isinstance(inject.access, Access) else None
     # anthropic-beta is added to, not replaced
-    gone = _NEVER_UP | {name for name, _ in placed if name != b"anthropic-beta"}
+    gone = {name for name, _ in placed if name != b"anthropic-beta"}
     gone |= connection_options(head.headers) or frozenset()
     if binding.header is not None:
-        gone |= {binding.header.encode()}
+        gone.add(binding.header.encode())
     if binding.cookies == "strip":
-        gone |= {b"cookie"}
+        gone.add(b"cookie")
     if service is None:
         gone |= {b"range", b"if-range"}  # a part of a reply could hold a part of a credential
     if head.upgrade is not None:
-        gone |= {b"sec-websocket-extensions"}  # compressed frames could not be searched
+        gone.add(b"sec-websocket-extensions")  # compressed frames could not be searched
     if service is Service.RECEIVE_PACK:
-        gone |= {b"git-protocol"}  # of a push, one version's format is understood here
+        gone.add(b"git-protocol")  # of a push, one version's format is understood here
     nonce = inject.running.nonces[binding.name].encode()
     for name, value in head.headers:
-        if name.replace(b"_", b"-") in gone or nonce in value:
+        plain = name.replace(b"_", b"-")
+        if plain in _NEVER_UP or plain in gone or nonce in value:
             continue
         if name == b"accept-encoding":
             value = b"identity" if service is Service.LFS_BATCH else _codings(value)
@@ -177,6 +178,8 @@ def _hop(head: Head) -> Headers:
 
 def trailers(inject: Inject, untrusted: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Trailers of a request as they go on: nothing that would mean something in a head."""
+    if not (untrusted := list(untrusted)):
+        return []  # as nearly always
     gone = _NEVER_UP | {b"cookie", b"set-cookie", b"content-type", b"content-encoding", b"expect"}
     if inject.binding.header is not None:
         gone |= {inject.binding.header.encode()}
@@ -214,7 +217,7 @@ def reply(
         return Refuse(Reason.REPLY_BAD, 502, "the reply's Connection header cannot be read")
     if status == 101 and (b"upgrade" not in options or _upgrade_to(headers) != [b"websocket"]):
         return Refuse(Reason.REPLY_BAD, 502, "the reply upgrades to something else")
-    gone = _NEVER_DOWN | (options - {b"set-cookie"})
+    gone = _NEVER_DOWN if not options else _NEVER_DOWN | (options - {b"set-cookie"})
     kept: list[tuple[bytes, bytes]] = []
     for name, value in headers:
         if name in gone:

@@ -151,6 +151,14 @@ class Guest:
         """What was sent leaves at once."""
         self._line.flush()
 
+    def pass_on(self, data: memoryview) -> bool:
+        """A part of a reply's body, at once and uncopied. Whether the guest is not behind;
+        else `send` waits for it."""
+        part = h11.Data(data=data)  # type: ignore[arg-type]  # "any bytes-like object"
+        for piece in self._machine.send_with_data_passthrough(part) or ():
+            self._line.write_now(piece)
+        return not self._line.behind
+
     async def send_raw(self, data: bytes) -> None:
         self._line.write(data)
         await self._drained()

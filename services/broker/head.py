@@ -54,6 +54,7 @@ class Head:
 
     serial: int
     method: str
+    asked: bytes  # the target as it was sent
     target: routes.Target
     headers: tuple[tuple[bytes, bytes], ...]
     framing: Framing
@@ -158,6 +159,7 @@ def _whole(
     return Head(
         serial=serial,
         method=method,
+        asked=untrusted_target,
         target=target,
         headers=headers,
         framing=framing,
@@ -211,7 +213,7 @@ def agrees(head: Head, event: h11.Request) -> bool:
     return (
         event.method == head.method.encode()
         and event.http_version == b"1.1"
-        and routes.read(bytes(event.target)) == head.target
+        and bytes(event.target) == head.asked
         and [(bytes(n), bytes(v)) for n, v in event.headers] == _as_h11(head)
     )
 

@@ -12,6 +12,7 @@ of the turn, and nothing overtakes.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from typing import Final, cast
 
@@ -19,6 +20,9 @@ WHOLE: Final = 1 << 16  # bytes; a larger piece goes out at once and is not copi
 # Into which all connections receive: between a receive and the call that takes what came,
 # nothing else of the process runs. A room of its own for each would cost its size in memory.
 _ROOM: Final = memoryview(bytearray(1 << 18))
+
+# Until 3.11 what a transport keeps of a piece is a copy; later ones keep the piece itself.
+_COPIES: Final = sys.version_info[:2] < (3, 12)
 
 
 class Line(asyncio.BufferedProtocol):
@@ -45,7 +49,7 @@ class Line(asyncio.BufferedProtocol):
         self._over = False  # nothing more comes
         self._error: Exception | None = None  # by which it ended, and not in order
         self._reading: asyncio.Future[None] | None = None
-        self._sink: Callable[[memoryview], None] | None = None
+        self._sink: Callable[[memoryview], bool] | None = None
         self._parts: list[bytes] = []  # to go
         self._parts_size = 0
         self._full = False  # the other side is behind
@@ -70,7 +74,9 @@ class Line(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._sink is not None:
-            self._sink(_ROOM[:nbytes])
+            if not self._sink(_ROOM[:nbytes]):
+                self._sink = None
+                self._wake()
             return
         self._came.append(bytes(_ROOM[:nbytes]))
         self._size += nbytes
@@ -132,6 +138,26 @@ class Line(asyncio.BufferedProtocol):
                 self.transport.resume_reading()
         return came[0] if len(came) == 1 else b"".join(came)
 
+    async def relay(self, sink: Callable[[memoryview], bool], until: float) -> None:
+        """Gives `sink` what comes, at once and uncopied, until it wants no more. What it is
+        given is its own no longer than until it returns.
+
+        Raises:
+            OSError: the connection ended before.
+            TimeoutError: it wants more then.
+        """
+        if self._came and not sink(memoryview(await self.read(until))):
+            return
+        if self._over:
+            raise ConnectionResetError("the connection ended")
+        self._sink = sink
+        try:
+            await self._something(until)
+        finally:
+            unfinished, self._sink = self._sink is not None, None
+        if unfinished:
+            raise ConnectionResetError("the connection ended")
+
     async def _something(self, until: float | None) -> None:
         assert self._reading is None
         reading = self._reading = self._loop.create_future()
@@ -170,6 +196,18 @@ class Line(asyncio.BufferedProtocol):
         self._parts_size += len(data)
         if self._parts_size >= WHOLE:
             self.flush()
+
+    def write_now(self, data: bytes | memoryview) -> None:
+        """At once. `data` is not kept: what does not leave is copied."""
+        self.flush()
+        transport = self.transport
+        if not transport.is_closing():
+            transport.write(data if _COPIES else bytes(data))
+
+    @property
+    def behind(self) -> bool:
+        """Whether `drain` would wait, or fail."""
+        return self._full or self.transport.is_closing()
 
     def flush(self) -> None:
         """At once."""

@@ -120,7 +120,8 @@ def is_text(untrusted_type: bytes | None) -> bool:
 
 def in_headers(needles: Needles, untrusted: Iterable[tuple[bytes, bytes]]) -> bool:
     """Whether a header or trailer has the credential in it."""
-    return any(needles.within(name) or needles.within(value) for name, value in untrusted)
+    # Looked through as one text: no form of a credential has a line's end in it.
+    return needles.within(b"\n".join(part for pair in untrusted for part in pair))
 
 
 class Scrub:
@@ -152,6 +153,11 @@ class Scrub:
                 self._decoded = decode.Decoded(content_encoding)
             except decode.Unknown:
                 raise Cut("encoding") from None
+
+    @property
+    def blind(self) -> bool:
+        """Whether the body is no text, and goes on as it is."""
+        return self._decoded is None
 
     def feed(self, untrusted: bytes) -> bytes:
         """The bytes that may go on now: those held back, and these without what must wait.

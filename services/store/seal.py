@@ -25,10 +25,15 @@ import nacl.bindings as sodium
 import nacl.exceptions
 import nacl.utils
 
-from agent_box.process.sealedbox import Inbox, Unsealable, box
+from agent_box.process.sealedbox import Inbox, Sender, Unsealable, box
 from agent_box.process.secret import Secret
 
-__all__ = ["Inbox", "Unsealable", "box"]  # with what is below, all cryptography of the store
+__all__ = [
+    "Inbox",
+    "Sender",
+    "Unsealable",
+    "box",
+]  # with what is below, all cryptography of the store
 
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 24

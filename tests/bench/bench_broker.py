@@ -1,6 +1,10 @@
 """What the broker adds to a request, beside nginx and mitmproxy as reverse proxies, in one run.
 
-    python tests/bench/bench_broker.py [--seconds N] [--mitmdump PATH]
+    python tests/bench/bench_broker.py [--seconds N] [--rounds N] [--mitmdump PATH | --mitmproxy]
+
+Everything is up at once and measured in turns, and what is printed are medians over the rounds.
+`--mitmproxy` installs that program into an environment of its own for the run, because what it
+needs and what agent-box needs exclude each other.
 
 The upstream is a bare TLS server in a process of its own that answers from memory. The broker
 runs behind its wall with the real store beside it, so each request has the whole gate and a
@@ -25,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -43,6 +47,7 @@ from agent_box.store.contract import Put, Sealed
 ID = "0" * 32
 STREAM = 64 << 20
 CROWD, CROWD_EVENTS, CROWD_EVERY_S = 200, 20, 0.5  # streams at once; events of each; between two
+HELD = 100
 BODY = b'{"hello": "world, this is a small request"}'
 Where = tuple[str, object]  # ("unix", path) or ("tcp", port) or ("tls", (port, context))
 
@@ -96,6 +101,12 @@ async def upstream(certificate: str, key: str) -> None:
                         await writer.drain()
                         await asyncio.sleep(0.01)
                     writer.write(b"0\r\n\r\n")
+                elif head.split(b" ", 2)[1] == b"/v1/held":
+                    writer.write(
+                        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+                        b"Transfer-Encoding: chunked\r\n\r\n7\r\ndata: \n\r\n"
+                    )
+                    await reader.read()  # until who asked goes away
                 else:
                     writer.write(small)
                 await writer.drain()
@@ -215,7 +226,8 @@ async def crowd(wire: Wire) -> tuple[float, float, float]:
 
 
 @contextlib.contextmanager
-def broker(authority: Authority, port: int) -> Iterator[tuple[Wire, int]]:
+def broker(authority: Authority, port: int) -> Iterator[tuple[Wire, list[int]]]:
+    """Where it is, and the processes of the broker and of the store."""
     house = House()
     try:
         (house.config.parent / "ca.pem").write_bytes(authority.pem)
@@ -224,8 +236,7 @@ def broker(authority: Authority, port: int) -> Iterator[tuple[Wire, int]]:
             'kind = "anthropic"\ncredential = "key"\nallow_reserved = true\nca_file = "ca.pem"\n'
             '[[bindings.api.routes]]\npath = "/v1/"\nmatch = "prefix"\nmethods = ["GET", "POST"]\n'
         )
-        house.start("store")
-        process = house.start("broker")
+        processes = [house.start("store"), house.start("broker")]
         with house.client("store") as client:
             key = client.call("seal_key", Empty(), deadline_s=10).key  # type: ignore[attr-defined]
             value = Sealed(to=key, box=seal.box(Secret(b"sk-bench"), key))
@@ -237,9 +248,9 @@ def broker(authority: Authority, port: int) -> Iterator[tuple[Wire, int]]:
             found = client.call("nonces", NoncesOf(instance=ID, boot=1), deadline_s=10)
         nonce = found.nonces[0].nonce  # type: ignore[attr-defined]
         head = f"Host: api.broker.internal\r\nx-api-key: {nonce}\r\n".encode()
-        pid = inner_pid(process)
-        assert pid is not None
-        yield Wire(("unix", house.paths.runtime / "vm" / "broker" / ID / "sock"), head), pid
+        pids = [pid for process in reversed(processes) if (pid := inner_pid(process))]
+        assert len(pids) == 2
+        yield Wire(("unix", house.paths.runtime / "vm" / "broker" / ID / "sock"), head), pids
     finally:
         house.close()
 
@@ -312,45 +323,98 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(name: str, wire: Wire, seconds: float, pid: int | None = None) -> None:
-    async def all_() -> None:
-        await small(wire, 1, min(1.0, seconds))  # what is opened at first
-        p50, p99, rate = await small(wire, 1, seconds)
-        print(f"{name:10} 1 connection    p50 {p50:7.3f} ms  p99 {p99:7.3f} ms  {rate:8.0f}/s")
-        before = cpu_s(pid) if pid else 0.0
-        p50, p99, rate = await small(wire, 16, seconds)
-        more = ""
-        if pid:
-            more = f"  {(cpu_s(pid) - before) / (rate * seconds) * 1e3:.3f} ms of CPU a request"
-        print(
-            f"{name:10} 16 connections  p50 {p50:7.3f} ms  p99 {p99:7.3f} ms  {rate:8.0f}/s{more}"
-        )
-        rates = [await stream(wire) for _ in range(3)]
-        print(f"{name:10} 64 MiB          {statistics.median(rates):7.0f} MB/s")
-        median, largest = await events(wire)
-        print(
-            f"{name:10} SSE             median {median:.2f} ms, most {largest:.2f} ms", flush=True
-        )
-        before = cpu_s(pid) if pid else 0.0
-        median, p99, largest = await crowd(wire)
-        more = ""
-        if pid:
-            more = (
-                f"  {(cpu_s(pid) - before) / (CROWD * CROWD_EVENTS) * 1e3:.3f} ms of CPU an event"
+def rss(pid: int) -> int:
+    """Bytes."""
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def held(wire: Wire, pid: int) -> float:
+    """KiB of memory for each of `HELD` streams that are open and quiet."""
+    before = rss(pid)
+    open_ = [await wire.open() for _ in range(HELD)]
+    for _, writer in open_:
+        writer.write(wire.request("/v1/held"))
+    for reader, _ in open_:
+        await reader.readuntil(b"data: ")
+    took = (rss(pid) - before) / HELD / 1024
+    for _, writer in open_:
+        writer.transport.abort()
+    return took
+
+
+class Peer:
+    """One of those that are compared, and what was found of it in each round."""
+
+    def __init__(self, name: str, wire: Wire, pids: Sequence[int] = ()) -> None:
+        self.name, self.wire, self.pids = name, wire, pids
+        self.found: dict[str, list[float]] = {}
+
+    def add(self, **found: float) -> None:
+        for name, value in found.items():
+            self.found.setdefault(name, []).append(value)
+
+    async def round(self, seconds: float) -> None:
+        await small(self.wire, 1, min(0.3, seconds))  # what is opened at first
+        p50, p99, rate = await small(self.wire, 1, seconds)
+        self.add(one_p50=p50, one_p99=p99, one_rate=rate)
+        before = [cpu_s(pid) for pid in self.pids]
+        p50, p99, rate = await small(self.wire, 16, seconds)
+        self.add(many_p50=p50, many_p99=p99, many_rate=rate)
+        for number, pid in enumerate(self.pids):
+            took = (cpu_s(pid) - before[number]) / (rate * seconds)
+            self.add(**{f"cpu_{number}": took * 1e3})
+        self.add(stream=statistics.median([await stream(self.wire) for _ in range(3)]))
+        median, largest = await events(self.wire)
+        self.add(event=median, event_most=largest)
+
+    def tell(self) -> None:
+        got = {name: statistics.median(values) for name, values in self.found.items()}
+        for which, many in (("1 connection", "one"), ("16 connections", "many")):
+            print(
+                f"{self.name:10} {which:15} p50 {got[f'{many}_p50']:7.3f} ms  "
+                f"p99 {got[f'{many}_p99']:7.3f} ms  {got[f'{many}_rate']:8.0f}/s"
             )
+        if self.pids:
+            whose = zip(("broker", "store"), ("cpu_0", "cpu_1"), strict=True)
+            told = ", ".join(f"{name} {got[cpu]:.3f} ms" for name, cpu in whose)
+            print(f"{self.name:10} CPU a request   {told}")
+        print(f"{self.name:10} 64 MiB          {got['stream']:7.0f} MB/s")
         print(
-            f"{name:10} {CROWD} x SSE       median {median:.2f} ms, p99 {p99:.2f} ms, "
+            f"{self.name:10} SSE             median {got['event']:.2f} ms, "
+            f"most {got['event_most']:.2f} ms",
+            flush=True,
+        )
+
+    async def crowd(self) -> None:
+        """Many streams at once, once."""
+        before = cpu_s(self.pids[0]) if self.pids else 0.0
+        median, p99, largest = await crowd(self.wire)
+        more = ""
+        if self.pids:
+            took = (cpu_s(self.pids[0]) - before) / (CROWD * CROWD_EVENTS) * 1e3
+            more = f"  {took:.3f} ms of CPU an event"
+        print(
+            f"{self.name:10} {CROWD} x SSE       median {median:.2f} ms, p99 {p99:.2f} ms, "
             f"most {largest:.2f} ms{more}",
             flush=True,
         )
 
-    asyncio.run(all_())
+
+def installed(root: Path) -> str:
+    """mitmproxy in an environment of its own; the path of its program."""
+    where = root / "mitmproxy"
+    subprocess.run([sys.executable, "-m", "venv", where], check=True)
+    subprocess.run([where / "bin" / "pip", "install", "-q", "mitmproxy"], check=True)
+    return str(where / "bin" / "mitmdump")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mitmdump", default=shutil.which("mitmdump"))
+    parser.add_argument("--mitmproxy", action="store_true", help="install it for this run")
     parser.add_argument("--upstream", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.upstream:
@@ -367,14 +431,28 @@ def main() -> None:
         assert server.stdout is not None
         port = int(server.stdout.readline())
         context = ssl.create_default_context(cafile=root / "ca.pem")
-        measure("direct", Wire(("tls", (port, context)), b"Host: localhost\r\n"), given.seconds)
-        with broker(authority, port) as (wire, pid):
-            measure("broker", wire, given.seconds, pid)
-        with nginx(root, port) as wire:
-            measure("nginx", wire, given.seconds)
-        if given.mitmdump:
-            with mitmproxy(given.mitmdump, root, port) as wire:
-                measure("mitmproxy", wire, given.seconds)
+        program = installed(root) if given.mitmproxy else given.mitmdump
+        with contextlib.ExitStack() as stack:
+            direct = Wire(("tls", (port, context)), b"Host: localhost\r\n")
+            wire, pids = stack.enter_context(broker(authority, port))
+            peers = [
+                Peer("direct", direct),
+                Peer("broker", wire, pids),
+                Peer("nginx", stack.enter_context(nginx(root, port))),
+            ]
+            if program:
+                peers.append(Peer("mitmproxy", stack.enter_context(mitmproxy(program, root, port))))
+
+            async def all_() -> None:
+                for _ in range(given.rounds):
+                    for peer in peers:
+                        await peer.round(given.seconds)
+                for peer in peers:
+                    peer.tell()
+                    await peer.crowd()
+                print(f"broker     a stream takes  {await held(wire, pids[0]):7.1f} KiB")
+
+            asyncio.run(all_())
     finally:
         server.send_signal(signal.SIGKILL)
         server.wait()

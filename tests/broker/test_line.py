@@ -89,3 +89,66 @@ def test_after_abort_nothing_more_leaves() -> None:
             await out.drain(60)
 
     play(scene)
+
+
+def test_what_is_relayed_arrives_whole_and_the_rest_can_be_read() -> None:
+    async def scene(out: Line, theirs: socket.socket) -> None:
+        whole = bytes(range(256)) * 4096
+        seen = bytearray()
+
+        def sink(piece: memoryview) -> bool:
+            seen.extend(piece)
+            return len(seen) < len(whole)
+
+        async def feed() -> None:
+            await asyncio.get_running_loop().sock_sendall(theirs, whole)
+
+        await asyncio.gather(feed(), out.relay(sink, asyncio.get_running_loop().time() + 60))
+        assert seen == whole
+        theirs.send(b"rest")
+        assert await out.read(asyncio.get_running_loop().time() + 60) == b"rest"
+
+    play(scene)
+
+
+def test_a_relay_ends_with_its_connection_and_with_its_time() -> None:
+    async def scene(out: Line, theirs: socket.socket) -> None:
+        now = asyncio.get_running_loop().time
+        theirs.send(b"some")
+        with pytest.raises(TimeoutError):
+            await out.relay(lambda piece: True, now() + 0.05)
+        theirs.close()
+        with pytest.raises(OSError, match="ended"):
+            await out.relay(lambda piece: True, now() + 60)
+
+    play(scene)
+
+
+def test_a_sender_is_held_back_while_nobody_reads() -> None:
+    async def scene(out: Line, theirs: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        sending = loop.create_task(loop.sock_sendall(theirs, bytes(16 << 20)))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(sending), 0.2)
+        got = 0
+        while got < 16 << 20:
+            got += len(await out.read(loop.time() + 60))
+        await sending
+
+    play(scene)
+
+
+def test_the_end_is_told_once_and_a_loss_is_not_an_end_in_order() -> None:
+    async def scene(out: Line, theirs: socket.socket) -> None:
+        told: list[str] = []
+        out.ended = lambda: told.append("ended")
+        theirs.send(b"last")
+        theirs.shutdown(socket.SHUT_WR)
+        until = asyncio.get_running_loop().time() + 60
+        assert (await out.read(until), await out.read(until)) == (b"last", b"")
+        out.abort()
+        with pytest.raises(OSError, match="lost"):
+            await out.read(until)
+        assert told == ["ended"] and out.over and not out.quiet
+
+    play(scene)

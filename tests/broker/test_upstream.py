@@ -180,6 +180,63 @@ TORN: dict[str, bytes] = {
 }
 
 
+LONG = bytes(range(256)) * 4096
+LONG_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n"
+
+
+def test_a_long_body_passes_byte_for_byte_and_its_connection_serves_again() -> None:
+    async def play(scene: Scene) -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while True:
+                await server.head(reader)
+                writer.write(LONG_HEAD % len(LONG) + b"\r\n" + LONG)
+
+        server = await Raw(serve).start(scene.authority.server())
+        scene.closing(server.stop)
+        scene.bind("api", server.port)
+        await scene.up()
+        for number in range(1, 4):
+            reply = await scene.ask("api", method="GET")
+            assert (reply.status, reply.complete, reply.body == LONG) == (200, True, True)
+            used = scene.used()["api"]
+            assert (used["requests"], used["bytes_down"]) == (number, number * len(LONG))
+        assert server.connections == 1
+
+    run(play)
+
+
+@pytest.mark.parametrize(
+    ("head", "more"),
+    [(b"", b"HTTP/1.1 200 OK\r\n"), (b"Connection: close\r\n", b"")],
+    ids=["more than its length", "closed"],
+)
+def test_after_a_long_body_a_connection_that_is_not_in_order_is_not_used(
+    head: bytes, more: bytes
+) -> None:
+    async def play(scene: Scene) -> None:
+        server = await raw(scene, LONG_HEAD % len(LONG) + head + b"\r\n" + LONG + more, end=False)
+        for number in (1, 2):
+            reply = await scene.ask("api", method="GET")
+            assert (reply.status, reply.complete, reply.body == LONG) == (200, True, True)
+            assert server.connections == number
+
+    run(play)
+
+
+def test_a_long_body_that_is_torn_or_stands_still_does_not_look_whole() -> None:
+    async def play(scene: Scene) -> None:
+        await raw(scene, LONG_HEAD % (2 * len(LONG)) + b"\r\n" + LONG)
+        reply = await scene.ask("api", method="GET")
+        assert (reply.status, reply.complete) == (200, False)
+        assert LONG.startswith(reply.body)
+        await scene.down()
+        await raw(scene, LONG_HEAD % (2 * len(LONG)) + b"\r\n" + LONG, end=False)
+        reply = await scene.ask("api", method="GET")
+        assert (reply.status, reply.complete, reply.body == LONG) == (200, False, True)
+
+    run(play, replace(LIMITS, idle_s=1.0))
+
+
 @pytest.mark.parametrize("what", TORN)
 def test_a_reply_that_is_torn_does_not_look_whole(what: str) -> None:
     async def play(scene: Scene) -> None:

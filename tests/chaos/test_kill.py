@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 
 import pytest
-from nacl.public import PrivateKey, PublicKey, SealedBox
+from nacl.public import PublicKey, SealedBox
 from support import procs
 from support.live import Live
 from support.until import until
@@ -27,6 +27,7 @@ from agent_box.bus.client import Client
 from agent_box.bus.errors import Code, Refusal
 from agent_box.bus.schema import Empty, Wire
 from agent_box.process.paths import PROGRAMS, SERVICES
+from agent_box.process.sealedbox import Inbox
 from agent_box.process.watch import DEATHS, WITHIN_S
 from agent_box.registry import contract as registry
 from agent_box.store import contract as store
@@ -129,14 +130,14 @@ class Secrets(Writer):
             listed = client.call("list", Empty())
             assert isinstance(listed, store.Credentials)
         found = {each.name: each for each in listed.credentials}
-        box = PrivateKey.generate()
+        inbox = Inbox()
         with self.connect("broker") as broker:
             for name, (version, value) in self.acknowledged.items():
                 assert found[name].problem is None
                 assert found[name].version >= version
-                revealed = broker.call("reveal", store.Reveal(name=name, to=bytes(box.public_key)))
+                revealed = broker.call("reveal", store.Reveal(name=name, to=inbox.public))
                 assert isinstance(revealed, store.Revealed)
-                opened = SealedBox(box).decrypt(revealed.box)
+                opened = inbox.open(revealed.box).reveal()
                 if revealed.version == version:
                     assert opened == value
                 else:  # a later one arrived, and its reply was lost

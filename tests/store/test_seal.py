@@ -113,12 +113,36 @@ def test_a_box_opens_for_its_receiver_only() -> None:
         ours.open(b"")
 
 
+def test_what_a_sender_boxes_opens_for_its_receiver_only() -> None:
+    ours, theirs = seal.Inbox(), seal.Inbox()
+    sender, other = seal.Sender(ours.public), seal.Sender(ours.public)
+    boxes = [by.box(Secret(value)) for by in (sender, other, sender) for value in (b"", b"value")]
+    assert [ours.open(each).reveal() for each in boxes] == [b"", b"value"] * 3
+    assert len(set(boxes)) == 6 and not any(b"value" in each for each in boxes)
+    for each in boxes:
+        with pytest.raises(seal.Unsealable):
+            theirs.open(each)
+        for bad in (each[:-1], each[:50], each[:8], each[:40] + bytes(24) + each[64:]):
+            with pytest.raises(seal.Unsealable):
+                ours.open(bad)
+    for at in (8, 45, 70):  # the sender's key, the nonce, the text
+        changed = bytearray(boxes[1])
+        changed[at] ^= 1
+        with pytest.raises(seal.Unsealable):
+            ours.open(bytes(changed))
+    with pytest.raises(seal.Unsealable):
+        ours.open(boxes[1][:8] + bytes(32) + boxes[1][40:])  # a key that anybody shares
+    assert ours.open(boxes[1]).reveal() == b"value"
+
+
 @pytest.mark.parametrize(
     "to", [b"", b"x" * 31, b"x" * 33, bytes(32), b"\1" + bytes(31)], ids=lambda to: to.hex()[:8]
 )
 def test_nothing_is_sealed_to_what_is_no_key(to: bytes) -> None:
     with pytest.raises(ValueError, match="public key"):
         seal.box(Secret(b"value"), to)
+    with pytest.raises(ValueError, match="public key"):
+        seal.Sender(to)
 
 
 def test_an_empty_value_can_be_boxed() -> None:
