@@ -29,6 +29,7 @@ from agent_box.guest.loop import Loop
 from agent_box.guest.ports import Inherited
 from agent_box.guest.streams import Refused
 from agent_box.guest.terminal import Terminals
+from agent_box.guest.warnings import Warnings
 from agent_box.guest.wire import CONTROL_PORT, HOST_CID, FrameError
 
 TYPE_CHECKING = False  # typing itself would cost a tenth of all that a guest imports
@@ -68,6 +69,7 @@ class Agent:
         self._events = Events(self._loop)
         self._events.phase("serves")
         self._watch = Watch(self._loop, self._events, disk.DATA)
+        self._warnings = Warnings(self._loop, self._events, disk.ROOT + "/run")
         self._hook: Hook | None = None  # of this provisioning, when this process began it
         self._hook_waits: list[_Stream] = []
         self._asking: _Stream | None = None  # whose operation is being done

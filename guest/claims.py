@@ -35,20 +35,22 @@ KINDS: Final[Mapping[str, Mapping[str, type]]] = {
     "guest-phase": {"phase": str, "uptime_ms": int, "dropped": int},
     "guest-oom": {"process": str, "pid": int, "dropped": int},
     "guest-disk": {"disk": str, "used_percent": int, "dropped": int},
+    "guest-warning": {"text": str, "dropped": int},
 }
 
 
 class Rate:
-    """A bucket of `BURST` that fills by one in `EVERY_S`. It is told the time."""
+    """A bucket of `burst` that fills by one in `every` seconds. It is told the time."""
 
-    def __init__(self, now: float, burst: float = BURST) -> None:
+    def __init__(self, now: float, burst: float = BURST, every: float | None = None) -> None:
         self._burst = burst
+        self._every = every
         self._left = burst
         self._at = now
 
     def take(self, now: float) -> bool:
         """Whether one more is within the rate."""
-        self._left = min(self._burst, self._left + (now - self._at) / EVERY_S)
+        self._left = min(self._burst, self._left + (now - self._at) / (self._every or EVERY_S))
         self._at = now
         if self._left < 1:
             return False

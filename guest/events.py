@@ -57,6 +57,10 @@ class Events:
         if self._stream is not None:
             self._stream.more()
 
+    def missed(self, count: int) -> None:
+        """So many were not even tried: the next one says so."""
+        self._dropped += count
+
     def phase(self, name: str) -> None:
         """A step of the boot is done."""
         uptime = round(time.clock_gettime(time.CLOCK_BOOTTIME) * 1000)

@@ -317,6 +317,7 @@ CONTRACT = Contract(
         Event(name="guest-phase", summary="A step of the guest's boot, as it says."),
         Event(name="guest-oom", summary="Its kernel ended a process for want of memory."),
         Event(name="guest-disk", summary="Its data disk is nearly full."),
+        Event(name="guest-warning", summary="A program in it wrote a line for the operator."),
         Event(name="hook-done", summary="The project hook was sourced."),
         Event(name="hook-failed", summary="It was not, or not to its end; with its last lines."),
         Event(name="root-session", summary="An operator opened a root terminal or command."),
