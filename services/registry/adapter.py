@@ -179,20 +179,18 @@ class Registry:
     def reconnect(self) -> None:
         """Tells broker and netstack in the background what they may not know, however long
         that takes."""
-        if not self._reconnecting and self._untold() and not self._closing.is_set():
+        if not self._reconnecting and self.core.untold() and not self._closing.is_set():
             self._reconnecting = True
             self._tasks.spawn(self._reconnect(), name="reconnect")
-
-    def _untold(self) -> bool:
-        return bool(self.core.offline or self.core.ended)
 
     async def _reconnect(self) -> None:
         delay, told = RETRY_FIRST_S, ""
         try:
-            while self._untold() and not self._closing.is_set():
+            while self.core.untold() and not self._closing.is_set():
                 try:
                     await self._run(self.core.reconnect())
-                    continue
+                    if not self.core.untold():
+                        return
                 except Refusal as refusal:
                     if refusal.message != told:
                         told = refusal.message

@@ -604,6 +604,18 @@ class Core:
             if State(record.state) in LIVE and record.network is None
         }
 
+    def untold(self) -> bool:
+        """Whether `reconnect` has something to tell now. Of an instance in `ended` with a verb at
+        work, or in an unknown state, it has not: what comes of that says more."""
+        return bool(self.offline) or any(self._is_over(id) is not None for id in self.ended)
+
+    def _is_over(self, id: str) -> bool | None:
+        """False when another boot has taken the place of that one; None when nobody knows yet."""
+        record = self._records.get(id)
+        if record is None or record.state == State.STOPPED:
+            return True
+        return False if State(record.state) in LIVE else None
+
     def reconnect(self) -> Plan[None]:
         """Tells netstack of each instance in `offline` what it should know of it, and broker and
         netstack of each in `ended` that it is over.
@@ -613,11 +625,12 @@ class Core:
         """
         failed = None
         for id in sorted(self.ended):
-            record = self._records.get(id)
-            if record is not None and record.state != State.STOPPED:
-                if State(record.state) in LIVE:
-                    self.ended.discard(id)  # another boot has taken the place of that one
+            is_over = self._is_over(id)
+            if is_over is False:
+                self.ended.discard(id)
+            if not is_over:
                 continue
+            record = self._records.get(id)
             try:
                 yield Down(id, None if record is None else record.intent)
                 if self._records.get(id) is record:

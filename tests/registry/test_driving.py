@@ -284,6 +284,27 @@ def test_that_it_has_ended_is_told_to_broker_and_netstack_and_before_the_next_st
     within(test)
 
 
+def test_what_cannot_be_told_yet_keeps_nobody_waiting(within: Callable[..., None]) -> None:
+    """While a stop is at work, it is the stop that tells."""
+
+    async def test(registry: Registry, host: Host) -> None:
+        await started(registry, host)
+        host.obeys = False
+        progress = await registry.stop_instance(api.Stop(name="web1", grace_ms=300), Call())
+        while shown(registry) != "stopping":  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        registry.core.ended.add(host.id)
+        registry.reconnect()
+        await asyncio.sleep(0)
+        assert shown(registry) == "stopping" and registry.core.ended == {host.id}
+        assert (await followed(registry, progress)).failed is None
+        host.broker = True
+        while registry.core.ended:  # noqa: ASYNC110
+            await asyncio.sleep(0)  # until it is told, now that nothing is at work
+
+    within(test)
+
+
 def test_a_stop_ends_a_start_that_waits(within: Callable[..., None]) -> None:
     async def test(registry: Registry, host: Host) -> None:
         starting = await registry.start_instance(api.Start(name="web1", no_hook=False), Call())
