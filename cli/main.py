@@ -164,9 +164,13 @@ def _nearest(word: str, known: Sequence[str]) -> str:
 
 def _parse(verb: Verb, rest: list[str]) -> dict[str, Any]:
     """The keywords of the body. Raises Usage."""
-    from agent_box.cli import parser
+    from agent_box.cli import quick
 
-    words = parser.words(verb, rest)
+    words = quick.words(verb, rest)
+    if words is None:
+        from agent_box.cli import parser
+
+        words = parser.words(verb, rest)
     given = {arg.dest: _value(verb, arg, words[arg.dest]) for arg in verb.args}
     if verb.check is not None:
         verb.check(given)

@@ -90,6 +90,8 @@ class Channel:
         self._context.tasks.spawn(self._when_asked_to_end(), name="end")
         for instance, boot in self._kept.boots.items():
             self._listener.begin(instance, boot)
+            # it may have ended while nobody was there to hear of it
+            self._context.tasks.spawn(self._hooked_later(instance, boot), name="hook")
 
     async def _when_asked_to_end(self) -> None:
         await self._context.server.drain_asked.wait()
@@ -139,11 +141,13 @@ class Channel:
         self.note(request.instance, "guest-ready", {"boot": request.boot, "skew_ms": skew})
         self._listener.begin(request.instance, request.boot)
         if hook is not None and hook.required:
-            why = await self._hooked(request, max(0.0, until - self._now()))
+            seconds = max(0.0, until - self._now())
+            why = await self._hooked(request.instance, request.boot, seconds)
             if why is not None:
                 raise Refusal(Reason.BOOT_FAILED, f"the project hook failed: {why}")
         elif hook is not None:
-            self._context.tasks.spawn(self._hooked_later(request), name="hook")
+            later = self._hooked_later(request.instance, request.boot)
+            self._context.tasks.spawn(later, name="hook")
         return Provisioned(version=hello.guest, skew_ms=skew)
 
     async def set_time(self, request: Guest, call: Call) -> Provisioned:
@@ -194,30 +198,30 @@ class Channel:
             found = reply.nonces
         return provisioning.plan(found, request.harness, HOME)
 
-    async def _hooked(self, request: Provision, seconds: float) -> str | None:
+    async def _hooked(self, instance: str, boot: int, seconds: float) -> str | None:
         """Waits for the end of the hook, on a stream of its own; returns why it failed.
 
         Raises:
             Refusal: as `Link.ask`.
         """
-        link = Link(self._dials, request.instance, request.boot, self._clocks)
+        link = Link(self._dials, instance, boot, self._clocks)
         try:
             state, line = hook_end(await link.ask("hook", {}, seconds))
         except (Forged, FrameError) as error:
             raise self._forged(link, error) from None
         finally:
             link.end()
-        facts: dict[str, Fact] = {"boot": request.boot, "claim": line}
+        facts: dict[str, Fact] = {"boot": boot, "claim": line}
         if state != "none":
             # the same of the same boot, so that a provisioning that is repeated tells it once
-            event = hashlib.sha256(f"hook {request.instance} {request.boot}".encode()).digest()
+            event = hashlib.sha256(f"hook {instance} {boot}".encode()).digest()
             kind = f"hook-{state}"
-            self.note(request.instance, kind, facts, source="guest-channel", event_id=event[:16])
+            self.note(instance, kind, facts, source="guest-channel", event_id=event[:16])
         return line if state == "failed" else None
 
-    async def _hooked_later(self, request: Provision) -> None:
+    async def _hooked_later(self, instance: str, boot: int) -> None:
         try:
-            await self._hooked(request, HOOK_S)
+            await self._hooked(instance, boot, HOOK_S)
         except Refusal:
             return  # the machine ended first, or hangs; both are noted by others
 

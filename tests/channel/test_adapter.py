@@ -400,7 +400,23 @@ def test_after_a_restart_the_guests_are_kept_on_time(tmp_path: Path) -> None:
         scene.channel = scene.made()
         await scene.channel.start()
         await soon("set again", lambda: "time" in good.ops)
-        assert good.streams == 2
+        await soon("asked for its hook", lambda: "hook" in good.ops)
+        assert good.streams == 3
+
+    played(tmp_path, play)
+
+
+def test_a_hook_that_ended_while_nobody_listened_is_noted(tmp_path: Path) -> None:
+    async def play(scene: Scene) -> None:
+        good = scene.guests[ID] = Good()
+        await scene.provision()
+        await scene.channel.stop()
+        await scene.tasks.cancel()
+        good.hook = {"state": "failed", "line": "last words"}
+        scene.channel = scene.made()
+        await scene.channel.start()
+        await soon("noted", lambda: scene.noted("hook-failed"))
+        assert scene.noted("hook-failed") == [{"boot": 1, "claim": "last words"}]
 
     played(tmp_path, play)
 

@@ -548,6 +548,7 @@ HEAVY = {
     "scapy",
     "structlog",
     "supervisor",
+    "typer",
     "xmlrpc",
 }
 
