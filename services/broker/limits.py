@@ -17,7 +17,7 @@ class Limits:
     connect_s: float = 10.0  # to one address, and as much again for TLS
     resolve_s: float = 10.0
     pool_idle_s: float = 20.0  # less than any upstream keeps a silent connection
-    pool_each: int = 8  # kept connections of an instance to a binding's upstream
+    pool_each: int = 32  # kept connections of an instance to a binding's upstream
     addresses: int = 4  # of an upstream that are tried
     head_bytes: int = 65536
     connections: int = 512  # of a guest at once
