@@ -222,12 +222,18 @@ def _basic(scene: Scene) -> str:
     return b64encode(f"x:{scene.nonce('code')}".encode()).decode()
 
 
-@pytest.mark.parametrize("where", ["head", "informational", "body", "chunk"])
+LONG = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: 1000000\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize("where", ["head", "informational", "body", "long body", "chunk"])
 def test_a_slow_upstream_is_given_up(where: str) -> None:
     start, byte = {
         "head": (b"HTTP/1.1 200 OK\r\nX: ", b"a"),
         "informational": (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n"),
         "body": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"a"),
+        "long body": (LONG, b"a"),
         "chunk": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1", b"0"),
     }[where]
 
@@ -283,9 +289,30 @@ def test_an_upstream_that_says_nothing_is_given_up_before_the_store_is_asked() -
     run(play)
 
 
-def test_a_guest_that_does_not_read_is_left() -> None:
+def test_a_long_body_that_stops_is_given_up() -> None:
+    async def play(scene: Scene) -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await server.head(reader)
+            writer.write(LONG + b"abc")
+            await reader.read()
+
+        server = await Raw(serve).start(scene.authority.server())
+        scene.closing(server.stop)
+        scene.bind("api", server.port)
+        await scene.up()
+        began = now()
+        reply = await scene.ask("api", method="GET", seconds=HOUR)
+        assert (reply.status, reply.complete, reply.body) == (200, False, b"abc")
+        assert now() - began <= LIMITS.idle_s + 10
+
+    run(play)
+
+
+@pytest.mark.parametrize("length", [None, 1 << 40])
+def test_a_guest_that_does_not_read_is_left(length: int | None) -> None:
     async def answer(request: web.Request, asked: Asked) -> web.StreamResponse:
         reply = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        reply.content_length = length
         await reply.prepare(request)
         try:
             while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import gzip
+import random
 import ssl
 import zlib
 from base64 import b64encode
@@ -328,6 +329,37 @@ def test_an_idle_connection_that_the_upstream_closed_costs_nobody_a_request() ->
             assert (reply.status, reply.body) == (200, b"ok")
         client.close()
         assert scene.used()["api"]["requests"] == 3
+
+    run(play)
+
+
+@pytest.mark.parametrize("size", [65_535, 65_536, 65_537, 1_000_000])
+def test_bodies_that_are_not_searched_arrive_however_they_are_cut(size: int) -> None:
+    async def play(scene: Scene) -> None:
+        body = random.Random(size).randbytes(size)
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            for first in (1, 30, 200, 70_000):
+                await server.head(reader)
+                whole = LONG_HEAD % size + b"\r\n" + body
+                at = 0
+                for piece in (first, 1, 40_000, 70_000, size):
+                    writer.write(whole[at : at + piece])
+                    at += piece
+                    await writer.drain()
+                    await asyncio.sleep(0.01)  # or the pieces arrive as one
+
+        server = await Raw(serve).start(scene.authority.server())
+        scene.closing(server.stop)
+        scene.bind("api", server.port)
+        await scene.up()
+        client = Client(*await scene.connect())
+        for _ in range(4):
+            reply = await client.ask("GET", "/v1/x", scene.headers("api"))
+            assert (reply.status, reply.complete, reply.body == body) == (200, True, True)
+        client.close()
+        assert server.connections == 1
+        assert scene.used()["api"]["bytes_down"] == 4 * size
 
     run(play)
 
