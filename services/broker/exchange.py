@@ -111,7 +111,7 @@ class Exchange:
         self._settled = False  # its tokens are counted
         self._bad_body: Refuse | None = None
         self._gone = False
-        self._straight_end = False  # of a reply that was passed on so, with nothing behind it
+        self._straight_end = False  # of a body that was counted here, with nothing behind it
         self.reusable = False  # the connection, for another exchange
 
     async def run(self) -> None:
@@ -245,9 +245,13 @@ class Exchange:
         await self._guest.send(
             h11.Response(status_code=event.status_code, headers=headers, reason=b"")
         )
-        length = 0 if bodiless or not search.blind else _length(event)
-        if length >= STRAIGHT_BYTES:
-            await self._straight(length)
+        length = 0 if bodiless else _length(event)
+        early = self._machine.trailing_data[0] if length else b""
+        if length and len(early) == length:
+            await self._all_here(search, early)
+            return
+        if length >= STRAIGHT_BYTES and search.blind:
+            await self._straight(length, early)
             return
         while True:
             part = await self._next()
@@ -259,7 +263,17 @@ class Exchange:
             else:
                 raise Broken
 
-    async def _straight(self, length: int) -> None:
+    async def _all_here(self, search: scrub.Scrub, body: bytes) -> None:
+        """A body of known length that came whole, together with the head."""
+        self._down += len(body)
+        self._moved.bytes_down += len(body)
+        clean = search.feed(body) + search.finish()
+        self._settle(whole=True)
+        self._flush()
+        await self._guest.send(h11.Data(data=clean), h11.EndOfMessage())
+        self._straight_end = True
+
+    async def _straight(self, length: int, early: bytes) -> None:
         """A long body that is not searched and whose end is known: its bytes go from socket to
         socket. What h11 would do to them is to count them, which is done here; towards the
         guest it does so itself."""
@@ -280,7 +294,6 @@ class Exchange:
                 self._flush()
             return self._guest.pass_on(data) and rest > 0
 
-        early = self._machine.trailing_data[0]
         if early:
             pass_on(memoryview(early))
         while rest:

@@ -64,8 +64,10 @@ class Count:
         return not any(vars(self).values())
 
     def add(self, other: Count) -> None:
-        for name in _NAMES:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        mine = vars(self)
+        for name, value in vars(other).items():
+            if value:
+                mine[name] += value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,8 @@ class Ledger:
         total = self.total(instance, binding)
         try:
             self._db.execute(
-                _ADD, (instance, binding, day, *(getattr(count, name) for name in _NAMES))
+                _ADD,
+                (instance, binding, day, *vars(count).values()),  # in the order of _NAMES
             )
         except sqlite3.Error as error:
             raise self._base.refusal(error) from error
