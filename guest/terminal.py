@@ -255,6 +255,9 @@ class Attachment(Watcher):
         except FrameError as error:
             system.log(f"a terminal's stream ended: {error}")
             self._close(for_good=False)
+        except Exception:
+            self._close(for_good=False)  # a defect of ours: who waits for it comes again
+            raise
 
     def _read(self) -> None:
         try:

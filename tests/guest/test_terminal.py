@@ -435,6 +435,25 @@ def test_the_newest_attachment_has_it(house: House) -> None:
     second.until(lambda h: b"hello" in h.out[0])
 
 
+def test_a_defect_ends_its_stream_so_that_nobody_waits_for_ever(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = house.host().open("terminal", "a", "cat")
+    first.until(lambda h: h.opened)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(program.Program, "typed", fails)
+        first.type(b"x")
+        first.until(lambda h: h.over)
+    second = house.host().open("terminal", "a", new=False)
+    second.until(lambda h: h.opened)
+    second.type(b"hello\n")
+    second.until(lambda h: b"hello" in h.out[0])
+
+
 def test_who_comes_for_what_is_not_there_is_told(house: House) -> None:
     host = house.host().open("terminal", "abc", new=False)
     host.until(lambda h: h.refused)

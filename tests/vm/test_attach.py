@@ -7,17 +7,40 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
+import time
 from collections.abc import Iterator
 
 import pytest
 from support import cli
 from support.attached import Person
+from support.drawn import Drawn
 from support.until import until
 from support.vm import Machines
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
 
+# What comes in, in hex; and the hash of so many bytes that come in.
+HEX = """
+import os, tty
+tty.setraw(0)
+os.write(1, b"ready\\r\\n")
+while True:
+    for byte in os.read(0, 65536):
+        os.write(1, b"%02x " % byte)
+"""
+HASH = """
+import hashlib, os, sys, tty
+tty.setraw(0)
+os.write(1, b"ready\\r\\n")
+left, made = int(sys.argv[1]), hashlib.sha256()
+while left:
+    data = os.read(0, left)
+    left -= len(data)
+    made.update(data)
+print(made.hexdigest(), end="\\r\\n", flush=True)
+"""
 LINES = "for n in $(seq 1 {}); do echo line $n; done"
 
 
@@ -48,6 +71,11 @@ def command(
         timeout=300,
         check=False,
     )
+
+
+def tty(machines: Machines, *argv: str, rows: int = 24) -> Person:
+    env = machines.env | {"TERM": "xterm-256color"}
+    return Person(["exec", "web1", "--tty", "--", *argv], env, rows=rows)
 
 
 def terminals(machines: Machines) -> list[str]:
@@ -147,20 +175,119 @@ def test_the_cli_is_killed_and_the_terminal_goes_on(machines: Machines) -> None:
         assert person.end()[0] == 0
 
 
-def test_a_program_on_the_whole_screen_sees_its_size(machines: Machines) -> None:
-    with Person(
-        ["exec", "web1", "--tty", "--", "less", "/etc/services"],
-        machines.env | {"TERM": "xterm-256color"},
-        rows=10,
-    ) as person:
-        person.until(b"/etc/services")
-        assert b"\x1b[?1049h" in person.seen
-        at = len(person.seen)
-        person.resize(30, 80)
-        person.until(b"ftp", after=at)  # which is in line 20, and now has room
-        person.type(b"q")
+def test_every_control_byte_arrives_by_itself(machines: Machines) -> None:
+    """Those with which the detach keys and escape sequences begin are held back for a moment."""
+    with tty(machines, "python3", "-c", HEX) as person:
+        at = person.until(b"ready\r\n")
+        took = []
+        for byte in (0x7F, *range(0x1F, 0, -1)):  # downwards: ctrl-q before ctrl-p
+            begun = time.monotonic()
+            person.type(bytes((byte,)))
+            at = person.until(b"%02x " % byte, after=at)
+            took.append((time.monotonic() - begun) * 1000)
+        print(f"a byte took {statistics.median(took):.1f} ms, at most {max(took):.1f}")
+        assert person.seen[:at].count(b" ") == 32
+
+
+@pytest.mark.parametrize("size", [1 << 17, pytest.param(1 << 20, marks=pytest.mark.slow)])
+def test_a_paste_loses_nothing(machines: Machines, size: int) -> None:
+    data = b"\x1b[200~" + os.urandom(size).replace(b"\x1b", b"e") + b"\x1b[201~"
+    with tty(machines, "python3", "-c", HASH, str(len(data))) as person:
+        person.until(b"ready\r\n")
+        begun = time.monotonic()
+        person.type(data)
+        person.until(hashlib.sha256(data).hexdigest().encode())
+        print(f"{size / 1e6 / (time.monotonic() - begun):.2f} MB/s typed")
         assert person.end()[0] == 0
-        assert b"\x1b[?1049l" in person.seen[at:] and person.is_restored
+
+
+def test_characters_stay_whole_byte_by_byte(machines: Machines) -> None:
+    text = "🧑‍💻漢字e\u0301🇩🇪"
+    code = (
+        "import os\nos.write(1, b'ready\\n')\n"
+        "for byte in input().encode(): os.write(1, bytes((byte,)))"
+    )
+    with tty(machines, "sh", "-c", f'stty -echo; exec python3 -c "{code}"') as person:
+        at = person.until(b"ready\r\n")
+        for byte in f"{text}\n".encode():
+            person.type(bytes((byte,)))
+        assert person.end()[0] == 0
+        assert person.seen[at:].decode() == text
+
+
+def numbered(first: int, end: int) -> list[str]:
+    return [f"row {n}" for n in range(first, end)]
+
+
+def wide(rows: list[str]) -> list[str]:
+    """Without the blank that stands for a wide character's other half."""
+    return [row.replace("漢  ", "漢 ") for row in rows]
+
+
+def test_an_editor_is_drawn_right(machines: Machines) -> None:
+    made = "seq -f 'row %g' 100 > rows; vi rows"
+    with tty(machines, "sh", "-c", made) as person:
+        screen = Drawn(person)
+        screen.until("it is read", lambda rows: rows[-1].startswith('"rows" 100 lines'))
+        screen.until("all rows", lambda rows: rows[:-1] == numbered(1, 24))
+        screen.resize(30, 100)
+        screen.until("all rows are used", lambda rows: rows[:-1] == numbered(1, 30))
+        person.type("G0iéü漢 \x1b".encode())
+        wanted = [*numbered(73, 100), "éü漢 row 100"]
+        screen.until("it is typed", lambda rows: wide(rows[1:29]) == wanted)
+        person.type(b":q!\r")
+        assert person.end()[0] == 0 and person.is_restored
+
+
+def test_a_pager_is_drawn_right(machines: Machines) -> None:
+    with tty(machines, "sh", "-c", "seq -f 'row %g' 100 > rows; less rows") as person:
+        screen = Drawn(person)
+        screen.until("all rows", lambda rows: rows[:-1] == numbered(1, 24))
+        assert screen.lines[-1].startswith("rows")
+        assert b"\x1b[?1049h" in person.seen
+        screen.resize(30, 100)
+        screen.until("all rows are used", lambda rows: rows[:-1] == numbered(1, 30))
+        person.type(b"G")
+        screen.until("its end", lambda rows: rows == [*numbered(72, 101), "(END)"])
+        person.type(b"q")
+        assert person.end()[0] == 0 and person.is_restored
+
+
+def test_the_processes_are_drawn_right(machines: Machines) -> None:
+    with tty(machines, "top", "-d", "0.5") as person:
+        screen = Drawn(person)
+        lines = screen.until("the table", lambda rows: any("top" in r.split() for r in rows[7:]))
+        assert lines[0].startswith("top - ") and lines[1].startswith("Tasks: "), lines
+        assert lines[6].split()[:3] == ["PID", "USER", "PR"], lines
+        assert all(row.split()[0].isdigit() for row in lines[7:] if row), lines
+        screen.resize(12, 60)
+        screen.until("the table again", lambda rows: rows[6].split()[:2] == ["PID", "USER"])
+        screen.until("in all rows", lambda rows: all(r.split()[:1] != [] for r in rows[7:]))
+        person.type(b"q")
+        assert person.end()[0] == 0 and person.is_restored
+
+
+def test_windows_within_are_drawn_right(machines: Machines) -> None:
+    argv = ("tmux", "-f", "/dev/null", "new-session", "-s", "within", "env PS1='$ ' sh")
+    with tty(machines, *argv) as person:
+        screen = Drawn(person)
+        screen.until("the status line", lambda rows: rows[-1].startswith("[within] 0:"))
+        person.type(b"stty size\r")
+        screen.until("its size", lambda rows: any(row.endswith("23 80") for row in rows))
+        person.type(b"\x02%")  # ctrl-b: a second pane beside it
+        screen.until("a border", lambda rows: all(row[40:41] == "│" for row in rows[:-1]))
+        screen.resize(30, 100)
+        screen.until("the status line", lambda rows: rows[-1].startswith("[within] 0:"))
+        border = screen.until(
+            "a border", lambda rows: len({row.find("│") for row in rows[:-1]} - {-1}) == 1
+        )
+        assert all("│" in row for row in border[:-1])
+        person.type(b"stty size\r")
+        screen.until("its size", lambda rows: any(row.endswith("│29 49") for row in rows))
+        person.type(b"exit\r")
+        screen.until("one pane", lambda rows: not any("│" in row for row in rows))
+        person.type(b"exit\r")
+        assert person.end()[0] == 0 and person.is_restored
 
 
 def test_pausing_and_stopping_it_is_23(machines: Machines) -> None:

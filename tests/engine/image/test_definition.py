@@ -44,12 +44,12 @@ def test_a_copy_of_ours_is_a_variant(tmp_path: Path) -> None:
 
 
 def test_an_operators_variant_wins_and_may_extend_what_it_replaces(tmp_path: Path) -> None:
-    config = own(tmp_path, "base", 'extends = "base"\npackages = ["tmux"]')
+    config = own(tmp_path, "base", 'extends = "base"\npackages = ["htop"]')
     loaded = definition.load("base", config)
-    assert "tmux" in loaded.packages
+    assert "htop" in loaded.packages
     assert "git" in loaded.packages
-    assert "tmux" in definition.load("rust", config).packages
-    assert "tmux" not in definition.load("base", None).packages
+    assert "htop" in definition.load("rust", config).packages
+    assert "htop" not in definition.load("base", None).packages
 
 
 def test_what_decides_the_content_decides_the_digest(tmp_path: Path) -> None:

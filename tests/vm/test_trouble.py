@@ -1,0 +1,92 @@
+"""A guest in trouble: its hook fails, its disk runs out. By the real program, in
+one real machine. tests/engine/test_machine.py has its processes."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from support import cli
+from support.attached import Person
+from support.until import until
+from support.vm import CONFIG, START_S, Machines
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
+
+HOOK = "mkdir -p .agent-box; printf '%s' \"$1\" > .agent-box/hook.sh"
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    made = Machines(config=CONFIG + "hook_required = true\n")
+    try:
+        assert made.run("create", "web1").exit == 0
+        yield made
+    finally:
+        made.close()
+
+
+def command(machines: Machines, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [cli.BINARY, "exec", "web1", "--", *argv],
+        env=machines.env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def running(machines: Machines) -> None:
+    """It runs, whatever was before."""
+    if machines.state("web1") != "running":
+        assert machines.run("start", "web1", "--no-hook", timeout=START_S).exit == 0
+
+
+def hook(machines: Machines, text: str) -> None:
+    """Puts it there; the instance is stopped after it."""
+    assert command(machines, "sh", "-c", HOOK, "hook", text).returncode == 0
+    assert machines.run("stop", "web1").exit == 0
+
+
+def test_a_hook_that_must_be_there(machines: Machines) -> None:
+    ran = machines.run("start", "web1", timeout=START_S)
+    assert ran.exit == 1 and "the project hook failed: there is no such file" in ran.err
+    assert machines.state("web1") == "stopped"
+    assert machines.run("start", "web1", "--no-hook", timeout=START_S).exit == 0
+    hook(machines, "echo first\necho last words >&2\nexit 3\n")
+    ran = machines.run("start", "web1", timeout=START_S)
+    assert ran.exit == 1 and "it ended with status 3: first | last words" in ran.err
+
+
+@pytest.mark.slow
+def test_a_hook_that_ends_after_the_channel_was_killed(machines: Machines) -> None:
+    """The start goes on with the next channel, and what the hook exports is there."""
+    assert machines.run("start", "web1", "--no-hook", timeout=START_S).exit == 0
+    hook(machines, "touch begun; sleep 5; export FROM_HOOK=$PWD\n")
+    starting = machines.popen("start", "web1")
+    until("the guest is up", lambda: "guest-ready" in kinds_of_this_boot(machines), seconds=120)
+    machines.kill("channel")
+    assert starting.wait(START_S) == 0
+    assert "hook-done" in kinds_of_this_boot(machines)
+    assert command(machines, "sh", "-c", "echo $FROM_HOOK").stdout == "/home/agent/work\n"
+
+
+def kinds_of_this_boot(machines: Machines) -> list[str]:
+    kinds = machines.kinds("web1")
+    return kinds[len(kinds) - kinds[::-1].index("start-begun") :]
+
+
+def test_no_disk(machines: Machines) -> None:
+    """What writes fails with its own line; commands and terminals go on."""
+    running(machines)
+    ran = command(machines, "sh", "-c", "head -c 1G /dev/zero > much")
+    assert ran.returncode == 1 and ran.stderr.count("\n") == 1
+    assert "No space left on device" in ran.stderr
+    with Person(["attach", "web1", "--shell"], machines.env | {"TERM": "xterm"}) as person:
+        person.until(b"$ ")
+        person.type(b"rm much; exit 4\r")
+        assert person.end()[0] == 4
+    assert command(machines, "true").returncode == 0
