@@ -1,4 +1,4 @@
-"""A guest in trouble: its hook fails, its disk runs out. By the real program, in
+"""A guest in trouble: its hook fails, its memory and its disk run out. By the real program, in
 one real machine. tests/engine/test_machine.py has its processes."""
 
 from __future__ import annotations
@@ -77,6 +77,22 @@ def test_a_hook_that_ends_after_the_channel_was_killed(machines: Machines) -> No
 def kinds_of_this_boot(machines: Machines) -> list[str]:
     kinds = machines.kinds("web1")
     return kinds[len(kinds) - kinds[::-1].index("start-begun") :]
+
+
+def test_no_memory(machines: Machines) -> None:
+    """The kernel ends what wants it all, and nothing else."""
+    running(machines)
+    code = "a = []\nwhile True: a += [b'x' * 999_999]"
+    with Person(["attach", "web1", "--shell"], machines.env | {"TERM": "xterm"}) as person:
+        person.until(b"$ ")
+        ran = command(machines, "python3", "-c", code)
+        assert (ran.returncode, ran.stdout, ran.stderr) == (137, "", ""), ran
+        person.type(b"echo still$((1+1))\r")
+        person.until(b"still2")
+        person.type(b"exit\r")
+        assert person.end()[0] == 0
+    until("it is told", lambda: "guest-oom" in machines.kinds("web1"))
+    assert machines.last("web1", "guest-oom")["process"] == "python3"
 
 
 def test_no_disk(machines: Machines) -> None:
