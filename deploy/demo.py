@@ -195,7 +195,7 @@ class Demo:
         bare = str(self.base / "forge" / f"{REPOSITORY}.git")
         self.say(f"the commit that arrived at the forge, on {BRANCH}")
         shown = subprocess.run(
-            ["git", "-C", bare, "log", "--stat", "-1", BRANCH, "--"], check=False
+            ["git", "--no-pager", "-C", bare, "log", "--stat", "-1", BRANCH, "--"], check=False
         )
         if shown.returncode:
             raise Failed("the commit did not arrive at the forge")
