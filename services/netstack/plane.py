@@ -63,6 +63,8 @@ _M: Final = 0xFFFFFFFF
 _DNS_PORT: Final = DNS_PORT.to_bytes(2, "big")
 _FORGED: Final = Verdict(verdict="deny", rule="source:forged", why="not the guest's own address")
 _ONLY_PING: Final = Verdict(verdict="deny", rule="icmp:gateway", why="ICMP goes to the gateway")
+_MULTICAST6: Final = 0xFF
+_IPV6: Final = Verdict(verdict="deny", rule="protocol:ipv6", why="there is no IPv6")
 _PROTOCOL: Final = Verdict(verdict="deny", rule="protocol:unknown", why="only TCP, UDP and ICMP")
 
 
@@ -337,7 +339,8 @@ class Plane:
 
     def _other(self, view: memoryview, at: int, length: int) -> None:
         if view[at] >> 4 == 6:
-            return  # the guest's kernel speaks of IPv6 to itself; it has none
+            self._six(bytes(view[at + 24 : at + 40]), length)
+            return
         if length < 28 or view[at] != 0x45:
             self._dropped += 1
             return
@@ -357,6 +360,15 @@ class Plane:
             self._icmp(bytes(view[at : at + total]))
         else:
             self._deny(_PROTOCOL, key[4:8])
+
+    def _six(self, target: bytes, length: int) -> None:
+        """The guest has no IPv6, and its kernel says so to every program. What comes all the
+        same was put on the link by hand, but for what a kernel tells its neighbours."""
+        if length < 40:
+            self._dropped += 1
+        elif target[0] != _MULTICAST6:
+            where = socket.inet_ntop(socket.AF_INET6, target)
+            self._reporter.deny(_IPV6, address=where, protocol="ip", now=self._poller.now)
 
     def _without_flow(
         self,

@@ -12,6 +12,7 @@ The newest controller wins. Standard error is the machine's log.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import select
 import signal
@@ -23,13 +24,13 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, Protocol
 
-from agent_box.netstack import control, rights
+from agent_box.netstack import control, rights, seal
 from agent_box.netstack.contract import Applied, Counters, Forward, Policy
 from agent_box.netstack.masking import masked
 from agent_box.netstack.policy import PolicyInvalid
-from agent_box.process import linux
 
 USAGE: Final = 64
+UNSEALED: Final = 71
 BROKER: Final = "/broker/sock"  # in the jail
 UNSENT_MAX: Final = 8 << 20  # bytes that a controller may leave unread
 RECORD: Final = struct.Struct("<QII")  # of a captured packet: ns since the epoch, length, lost
@@ -427,9 +428,13 @@ def main(arguments: list[str]) -> int:
         say(str(error))
         return USAGE
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-    linux.prctl(linux.PR_SET_DUMPABLE, 0)
     worker = Worker(values["--instance"], listener, plane, restarts=restarts)
+    try:
+        _import()
+        seal.seal()
+    except seal.SealError as error:
+        say(str(error))
+        return UNSEALED
     gc.collect()
     gc.freeze()
     try:
@@ -447,6 +452,12 @@ def plane(policy: Policy, report: Callable[[Any], None]) -> Plane:
 
     made: Plane = Real(policy=policy, broker=BROKER, report=report)
     return made
+
+
+def _import() -> None:
+    """What would be imported later, when nothing can be mapped any more that can be executed."""
+    for name in ("encodings.idna", "unicodedata", "agent_box.netstack.plane"):
+        importlib.import_module(name)
 
 
 def _parse(arguments: list[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scapy.layers.dns import DNS, DNSQR
 from scapy.layers.inet import ICMP, IP, TCP, UDP
+from scapy.layers.inet6 import ICMPv6ND_RS, IPv6
 from scapy.packet import Packet, Raw
 from support.nameserver import NameServer
 from support.planes import etc, here, policy, rule
@@ -322,6 +323,35 @@ def test_what_is_no_packet_for_us(bare: Callable[..., Bare]) -> None:
     assert plane.verdict(GATEWAY, 80) == "refused", "and it lives"
 
 
+def test_ipv6_that_is_put_on_the_link_by_hand(bare: Callable[..., Bare]) -> None:
+    plane = bare(rule("[::/0]:1-65535"), mode="open")
+    for number, target in enumerate(("2001:db8::1", "::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1")):
+        for layer in (TCP(dport=80, flags="S"), UDP(dport=53) / b"x", ICMP()):
+            plane.send(IPv6(src="fd00::2", dst=target) / layer)
+        assert plane.plane.counters().denied == 3 * (number + 1)
+    assert set(plane.denials()) == {"protocol:ipv6"}
+    plane.send(IPv6(src="fe80::2", dst="ff02::2") / ICMPv6ND_RS())  # a kernel's own noise
+    plane.send(bytes(IPv6(src="fd00::2", dst="::1"))[:39])
+    assert plane.packets() == []
+    assert (plane.plane.counters().denied, plane.plane.counters().dropped_frames) == (12, 1)
+
+
+def test_what_another_instance_may_reach_is_nobody_elses(
+    bare: Callable[..., Bare], decoy: socket.socket
+) -> None:
+    """Every instance has the same addresses for itself, and names have addresses by instance."""
+    port = decoy.getsockname()[1]
+    one = bare(here(f"app.test:{port}"), hosts={"app.test": "203.0.113.1"})
+    there = one.ask("app.test").an[0].rdata
+    other = bare(rule(f"*.test:{port}"), rule("0.0.0.0/0:1-65535"), mode="open")
+    assert other.verdict(there, port) == "deny"
+    assert other.denials() == ["address:unassigned"]
+    other.send(IP(src=GUEST, dst=GUEST) / TCP(dport=port, flags="S"))
+    other.send(IP(src=there, dst=GATEWAY) / TCP(dport=80, flags="S"))
+    assert other.plane.counters().denied == 3
+    assert one.plane.counters().denied == 0 and one.packets() == []
+
+
 # -- TLS
 
 
@@ -517,6 +547,54 @@ def test_frames_in_any_pieces(bare: Callable[..., Bare]) -> None:
         stream = stream[size:]
         plane.plane.run()
     assert len(plane.packets()) == 40
+
+
+def _garbage(bare: Callable[..., Bare], links: int, seed: int) -> int:
+    """Streams of frames that are right, bent or random; the plane takes the next one after
+    each that it ends. Returns how many bytes there were."""
+    rng = random.Random(seed)
+    plane = bare(here("a.test"), hosts={"a.test": "127.0.0.1"}, clock=lambda: 0.0)
+    echo = bytes(IP(src=GUEST, dst=GATEWAY) / ICMP(id=1) / Raw(bytes(60)))
+    total = ended = 0
+    for _ in range(links):
+        ours, theirs = socket.socketpair()
+        plane.plane.link(theirs)
+        ours.setblocking(False)
+        stream = b""
+        for _ in range(rng.randrange(60)):
+            frame = bytearray((10 + len(echo)).to_bytes(4, "little") + bytes(10) + echo)
+            if rng.random() < 0.5:
+                frame[rng.choice([0, 0, 0, *range(len(frame))])] = rng.randrange(256)
+            if rng.random() < 0.02:
+                frame = bytearray(rng.randbytes(rng.randrange(1, 200)))
+            if rng.random() < 0.01:
+                frame[:4] = rng.choice([0, 10, 11, 65546, 1 << 20, 1 << 31, 0xFFFFFFFF]).to_bytes(
+                    4, "little"
+                )
+            stream += frame
+        total += len(stream)
+        while stream and plane.plane.linked:
+            size = rng.choice([1, 3, 100, 5000, 50_000])
+            ours.sendall(stream[:size])
+            stream = stream[size:]
+            plane.plane.run()
+        with ours:
+            ended += not plane.plane.linked
+    assert links // 10 < ended < links, "one of both was not tried"
+    assert plane.plane.counters().flows <= 8192
+    assert len(plane.reports) < links + 200, "the journal was flooded"
+    return total
+
+
+def test_no_stream_of_frames_breaks_it(bare: Callable[..., Bare]) -> None:
+    _garbage(bare, 300, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_million_frames_break_it(bare: Callable[..., Bare]) -> None:
+    """Thirty frames for each link."""
+    assert _garbage(bare, 40_000, 2) > 100_000_000
 
 
 def test_a_flood_costs_what_it_may(bare: Callable[..., Bare]) -> None:

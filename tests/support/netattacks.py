@@ -78,6 +78,15 @@ def forged(source: str, target: str, port: int, protocol: int = socket.IPPROTO_T
         sock.sendto(packet(source, target, port, protocol), (target, 0))
 
 
+def six(target: str, port: int) -> None:
+    """Puts an IPv6 packet onto the link by hand: the kernel has no way for it."""
+    ends = socket.inet_pton(socket.AF_INET6, "fd00::2") + socket.inet_pton(socket.AF_INET6, target)
+    datagram = struct.pack(">HHHH", 4444, port, 9, 0) + b"?"
+    head = struct.pack(">IHBB", 6 << 28, len(datagram), socket.IPPROTO_UDP, 64)
+    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0) as sock:
+        sock.sendto(head + ends + datagram, ("tun0", 0x86DD))
+
+
 def main(facts: dict[str, Any]) -> dict[str, str]:
     port = facts["port"]
     found = {}
@@ -95,6 +104,8 @@ def main(facts: dict[str, Any]) -> dict[str, str]:
         forged(source, there, port)
     for number in facts["protocols"]:
         forged(GUEST, there, port, number)
+    for where in facts["six"]:
+        six(where, port)
     return found
 
 

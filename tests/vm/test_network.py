@@ -1,8 +1,4 @@
-"""The network of a real machine: what it reaches, what is cut, and what outlives whom.
-
-The servers listen on the host's loopback address. Names lead there by a hosts file that the
-daemon sees in a mount namespace of its own, and rules with `--allow-reserved` let them.
-"""
+"""The network of a real machine: what it reaches, what is cut, and what outlives whom."""
 
 from __future__ import annotations
 
@@ -14,152 +10,24 @@ import signal
 import socket
 import struct
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support import cli, netattacks
+from support import netattacks, shelves
+from support.netvm import WAIT_S, Networked
 from support.until import until
-from support.vm import START_S, Machines
+from support.vm import START_S
 
 from agent_box.netstack import routes
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]  # emulated, and hosts are busy
 
-WAIT_S = 60.0  # a bound on a hang
 RESET = 56  # curl: the connection was reset
 NO_NAME = 6  # curl: the name does not resolve
 NO_WAY = 7  # curl: no connection
-
-
-METADATA = """\
-169.254.169.254 meta.test
-64:ff9b::a9fe:a9fe nat64.test
-2002:a9fe:a9fe::1 sixtofour.test
-::ffff:169.254.169.254 mapped.test
-"""
-
-
-class Server(ThreadingHTTPServer):
-    """Says hello; below /stream/ it sends without an end, and keeps count."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        self.sent: dict[str, int] = {}
-        self.ended: set[str] = set()
-        super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        if not self.path.startswith("/stream/"):
-            self.wfile.write(b"hello")
-            return
-        try:
-            while True:
-                self.wfile.write(bytes(1000))
-                self.server.sent[self.path] = self.server.sent.get(self.path, 0) + 1000
-                threading.Event().wait(0.02)  # so that it fills nobody's memory
-        except OSError:
-            self.server.ended.add(self.path)
-
-    def log_message(self, *_: object) -> None:
-        """Tests have their own."""
-
-
-class Networked(Machines):
-    def __init__(self) -> None:
-        super().__init__()
-        self.server = Server()
-
-    def begin(self) -> None:
-        hosts = self.home / "hosts"
-        hosts.write_text("127.0.0.1 localhost one.test two.test own.test\n" + METADATA)
-        # whoever is first starts the daemon, here where /etc/hosts is another one
-        command = ["bwrap", "--dev-bind", "/", "/", "--ro-bind", str(hosts), "/etc/hosts"]
-        subprocess.run(
-            [*command, str(cli.BINARY), "list"],
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=True,
-            timeout=WAIT_S,
-        )
-        self.up()
-
-    def url(self, name: str, path: str = "/") -> str:
-        return f"http://{name}.test:{self.server.port}{path}"
-
-    def inside(self, *argv: str, user: str = "agent") -> tuple[int, str]:
-        """The exit status and the output of a command in the guest."""
-        done = subprocess.run(
-            [str(cli.BINARY), "exec", "web", "--user", user, "--", *argv],
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-            timeout=WAIT_S,
-        )
-        return done.returncode, done.stdout
-
-    def script(self, source: Path, *argv: str) -> str:
-        """What a Python script prints as the guest's root."""
-        done = subprocess.run(
-            [str(cli.BINARY), "exec", "web", "--user", "root", "--", "python3", "-", *argv],
-            env=self.env,
-            input=source.read_text(),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=4 * WAIT_S,
-        )
-        assert done.returncode == 0, done
-        return done.stdout
-
-    def curl(self, url: str) -> tuple[int, str]:
-        return self.inside("curl", "-sS", "--max-time", "30", url)
-
-    def download(self, name: str, path: str) -> subprocess.Popen[str]:
-        """A download that does not end by itself, once it has begun."""
-        process = self.popen("exec", "web", "--", "curl", "-sS", "-o", "/dev/null",
-                             self.url(name, path), stderr=subprocess.PIPE)  # fmt: skip
-        until("it downloads", lambda: self.server.sent.get(path), seconds=WAIT_S)
-        return process
-
-    def worker(self) -> int:
-        found = self.run("inspect", "web", "--json").result["id"]
-        record = json.loads((self.paths.state / "instances" / found / "state.json").read_text())
-        pid: int = record["procs"]["worker"]["pid"]
-        return pid
-
-    def denials(self) -> list[dict[str, Any]]:
-        return [e["facts"] for e in self.events("web") if e["kind"] == "flow-denied"]
-
-    def allow(self, name: str) -> None:
-        rule = f"{name}.test:{self.server.port}"
-        ran = self.run("policy", "set", "web", "--allow", rule, "--allow-reserved")
-        assert ran.exit == 0, ran
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        super().close()
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +59,31 @@ def test_what_is_allowed_works_and_what_is_not_fails_at_once(host: Networked) ->
     assert counters["bytes_down"] > 0
 
 
+def test_git_and_apt_fetch_what_is_allowed_and_say_at_once_what_is_not(host: Networked) -> None:
+    clone = "cd $(mktemp -d) && git clone --quiet {} boxed && cat boxed/saying"
+    there = clone.format(host.url("one", "/git/boxed.git"))
+    assert host.shell(there) == (0, shelves.SAYS)
+    for url, why in (
+        ("http://denied.test/boxed.git", "Could not resolve host: denied.test"),
+        ("http://203.0.113.1/boxed.git", "Failed to connect to 203.0.113.1 port 80"),
+    ):
+        status, said = host.shell(clone.format(url))
+        assert status and why in said, said
+    apt = (
+        "echo 'deb [trusted=yes] {} ./' > /tmp/list; set -e; "
+        "o='-qq -o Dir::Etc::sourcelist=/tmp/list -o Dir::Etc::sourceparts=/none'; "
+        "apt-get $o -o APT::Update::Error-Mode=any update; apt-get $o install boxed; boxed"
+    )
+    status, said = host.shell(apt.format(host.url("one", "/apt")), user="root")
+    assert status == 0 and said.splitlines()[-1] == shelves.SAYS, said
+    for url, why in (
+        ("http://denied.test/apt", "Could not resolve 'denied.test'"),
+        ("http://203.0.113.1/apt", "No route to host"),
+    ):
+        status, said = host.shell(apt.format(url), user="root")
+        assert status and why in said, said
+
+
 def test_root_in_the_guest_gets_nowhere_else(host: Networked) -> None:
     port = host.server.port
     own = ["127.0.0.1", *sorted(_own_addresses())]
@@ -214,6 +107,7 @@ def test_root_in_the_guest_gets_nowhere_else(host: Networked) -> None:
             "allowed": "one.test",
             "sources": ["198.18.0.1", "198.18.0.3", "203.0.113.9", *own[1:]],
             "protocols": [41, 47, 132],
+            "six": v6,
         }
         found = json.loads(host.script(Path(netattacks.__file__), json.dumps(facts)))
         for where in [*reserved, *disguised, *unassigned]:
@@ -229,12 +123,13 @@ def test_root_in_the_guest_gets_nowhere_else(host: Networked) -> None:
         assert "THROUGH" not in found.values() and len(found) == 2, found
         assert reached() == []
     counted = len(reserved + disguised + unassigned + names)
-    counted += sum(len(facts[key]) for key in ("numbers", "sources", "protocols"))
+    counted += sum(len(facts[key]) for key in ("numbers", "sources", "protocols", "six"))
     counted += 2 * len(facts["questions"]) + 2
     after = host.run("inspect", "web", "--json").result["counters"]["denied"]
     assert after - before >= counted
     until("its rules are told", lambda: {
-        "reserved", "address:unassigned", "source:forged", "protocol:unknown", "mode:allowlist",
+        "reserved", "address:unassigned", "source:forged", "protocol:unknown", "protocol:ipv6",
+        "mode:allowlist",
     } <= {re.sub("^reserved:.*", "reserved", d["rule"]) for d in host.denials()})  # fmt: skip
     assert host.curl(host.url("one")) == (0, "hello")
 
