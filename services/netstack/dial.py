@@ -93,6 +93,8 @@ class Dial:
                 continue
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                # The guest's own probes are answered here, so only we can see that nobody is there.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 code = sock.connect_ex((address, self._port))
                 if code not in (0, *_BUSY):
                     raise OSError(code, "")

@@ -41,6 +41,8 @@ def test_the_first_that_works() -> None:
         sock, address, code = dial("::1", "127.0.0.9", "127.0.0.1", port=port)
         assert sock is not None and (address, code) == ("127.0.0.1", 0)
         assert sock.getpeername() == ("127.0.0.1", port)
+        alive = sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert alive, "else an upstream that is gone without a word is never noticed"
         sock.close()
 
 

@@ -137,7 +137,7 @@ class Networked(Machines):
             stdout=subprocess.PIPE,
             text=True,
             check=False,
-            timeout=WAIT_S,
+            timeout=4 * WAIT_S,
         )
         return done.returncode, done.stdout
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from support import netattacks, shelves
+from support import netattacks, nginx, shelves
 from support.netvm import WAIT_S, Networked
 from support.until import until
 from support.vm import START_S
@@ -25,6 +25,25 @@ from agent_box.netstack import routes
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]  # emulated, and hosts are busy
 
+HTTP2 = """\
+worker_processes 1;
+daemon off;
+master_process off;
+pid {root}/pid;
+events {{ worker_connections 64; }}
+http {{
+  access_log off;
+  client_body_temp_path {root}/body;
+  proxy_temp_path {root}/proxy;
+  fastcgi_temp_path {root}/fastcgi;
+  uwsgi_temp_path {root}/uwsgi;
+  scgi_temp_path {root}/scgi;
+  server {{
+    listen 127.0.0.1:{port} http2;
+    location / {{ return 200 "$server_protocol $connection\\n"; }}
+  }}
+}}
+"""
 RESET = 56  # curl: the connection was reset
 NO_NAME = 6  # curl: the name does not resolve
 NO_WAY = 7  # curl: no connection
@@ -82,6 +101,28 @@ def test_git_and_apt_fetch_what_is_allowed_and_say_at_once_what_is_not(host: Net
     ):
         status, said = host.shell(apt.format(url), user="root")
         assert status and why in said, said
+
+
+@pytest.mark.skipif(nginx.FOUND is None, reason="there is no nginx")
+def test_http_2(host: Networked, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = tmp_path / "nginx.conf"
+    config.write_text(HTTP2.format(root=tmp_path, port=port))
+    command = [str(nginx.FOUND), "-c", str(config), "-p", str(tmp_path), "-e", str(tmp_path / "e")]
+    with subprocess.Popen(command) as serving:
+        try:
+            until("it serves", lambda: _get(port))
+            ran = host.run("policy", "set", "web", "--allow", f"one.test:{port}",
+                           "--allow-reserved")  # fmt: skip
+            assert ran.exit == 0, ran
+            urls = f"http://one.test:{port}/" + "{a,b,c}"
+            status, said = host.inside("curl", "-sS", "--http2-prior-knowledge", "-Z", urls)
+            lines = said.splitlines()
+            assert status == 0 and len(lines) == 3 and len(set(lines)) == 1, "one connection"
+            assert lines[0].startswith("HTTP/2.0 ")
+        finally:
+            serving.terminate()
 
 
 def test_root_in_the_guest_gets_nowhere_else(host: Networked) -> None:
