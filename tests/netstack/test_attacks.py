@@ -8,6 +8,7 @@ ever have come.
 from __future__ import annotations
 
 import random
+import resource
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -489,6 +490,14 @@ def test_what_check_says_is_what_happens(
 # -- whatever comes
 
 
+GROWTH = 32 << 20  # bytes, of the plane and of what the test keeps
+
+
+def _resident() -> int:
+    """Of this process, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def _fuzz(plane: Bare, count: int, seed: int) -> None:
     rng = random.Random(seed)
     seeds = [
@@ -498,8 +507,10 @@ def _fuzz(plane: Bare, count: int, seed: int) -> None:
         bytes(IP(src=GUEST, dst=GATEWAY) / ICMP() / Raw(bytes(30))),
         bytes(IP(src=GUEST, dst="198.18.1.0") / UDP(sport=5, dport=9) / Raw(bytes(30))),
     ]
-    batch = b""
+    batch, settled = b"", 0
     for number in range(count):
+        if number == count // 10:
+            settled = _resident()
         data = bytearray(rng.choice(seeds))
         for _ in range(rng.randrange(0, 5)):
             # The addresses stay, so that nothing leaves this host and much gets in.
@@ -522,6 +533,7 @@ def _fuzz(plane: Bare, count: int, seed: int) -> None:
                 pass
     counted = plane.plane.counters()
     assert counted.flows <= 8192 and plane.plane.linked
+    assert _resident() - settled < GROWTH
     assert len(plane.reports) < count / 10 + 200, "the journal was flooded"
 
 
@@ -555,8 +567,10 @@ def _garbage(bare: Callable[..., Bare], links: int, seed: int) -> int:
     rng = random.Random(seed)
     plane = bare(here("a.test"), hosts={"a.test": "127.0.0.1"}, clock=lambda: 0.0)
     echo = bytes(IP(src=GUEST, dst=GATEWAY) / ICMP(id=1) / Raw(bytes(60)))
-    total = ended = 0
-    for _ in range(links):
+    total = ended = settled = 0
+    for number in range(links):
+        if number == links // 10:
+            settled = _resident()
         ours, theirs = socket.socketpair()
         plane.plane.link(theirs)
         ours.setblocking(False)
@@ -581,6 +595,7 @@ def _garbage(bare: Callable[..., Bare], links: int, seed: int) -> int:
         with ours:
             ended += not plane.plane.linked
     assert links // 10 < ended < links, "one of both was not tried"
+    assert _resident() - settled < GROWTH
     assert plane.plane.counters().flows <= 8192
     assert len(plane.reports) < links + 200, "the journal was flooded"
     return total

@@ -209,4 +209,4 @@ def test_what_policy_check_says_is_what_the_worker_does(enforced: Enforced) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_what_policy_check_says_is_what_the_worker_does_for_long(enforced: Enforced) -> None:
-    check(enforced, seed=2, policies=10_000, flows=30)
+    check(enforced, seed=2, policies=1_000, flows=50)

@@ -90,8 +90,10 @@ def test_git_and_apt_fetch_what_is_allowed_and_say_at_once_what_is_not(host: Net
         assert status and why in said, said
     apt = (
         "echo 'deb [trusted=yes] {} ./' > /tmp/list; set -e; "
-        "o='-qq -o Dir::Etc::sourcelist=/tmp/list -o Dir::Etc::sourceparts=/none'; "
-        "apt-get $o -o APT::Update::Error-Mode=any update; apt-get $o install boxed; boxed"
+        "o='-qq -o Acquire::Retries=0 -o Dir::Etc::sourcelist=/tmp/list "
+        "-o Dir::Etc::sourceparts=/none'; "
+        "apt-get $o -o APT::Update::Error-Mode=any update; cd $(mktemp -d); "
+        "apt-get $o download boxed; dpkg-deb --extract boxed_*.deb .; sh usr/bin/boxed"
     )
     status, said = host.shell(apt.format(host.url("one", "/apt")), user="root")
     assert status == 0 and said.splitlines()[-1] == shelves.SAYS, said
@@ -341,3 +343,31 @@ def test_forwards_end_with_the_machine_and_it_starts_again(host: Networked) -> N
     host.start("web")
     assert host.run("forward", "web", "--list", "--json").result["forwards"] == []
     assert host.curl(host.url("one")) == (0, "hello")
+
+
+@pytest.mark.slow  # a second machine
+def test_no_machine_reaches_another(host: Networked) -> None:
+    """Each has the same addresses for itself, so what is left is the host's side of a forward."""
+    assert host.run("create", "other").exit == 0
+    host.start("other")
+    made = host.run("forward", "other", "0:3000", "--json").result["forwards"][0]
+    port = made["host_port"]
+    serving = host.popen("exec", "other", "--", "python3", "-m", "http.server", "3000",
+                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        until("it serves", lambda: _get(port).startswith(b"HTTP/1.0 200"), seconds=WAIT_S)
+        before = host.run("inspect", "web", "--json").result["counters"]["denied"]
+        own = sorted(_own_addresses())
+        for address in (*own, "198.18.0.3", "198.18.1.0"):
+            status, said = host.inside("curl", "-sS", "--max-time", "30",
+                                       f"http://{address}:{port}/")  # fmt: skip
+            assert (status, said) == (NO_WAY, ""), address
+        for url in (f"http://127.0.0.1:{port}/", "http://198.18.0.2:3000/"):  # itself
+            assert host.curl(url)[0] == NO_WAY
+        after = host.run("inspect", "web", "--json").result["counters"]["denied"]
+        assert after - before == len(own) + 2
+        assert _get(port).startswith(b"HTTP/1.0 200")
+    finally:
+        serving.terminate()
+        serving.wait(WAIT_S)
+        host.run("delete", "other", "--force", timeout=WAIT_S)

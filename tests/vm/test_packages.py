@@ -1,4 +1,4 @@
-"""pip and npm as Debian has them, in a real machine: what is allowed comes, what is not is said."""
+"""pip, npm and apt of Debian in a real machine: what is allowed comes, what is not is said."""
 
 from __future__ import annotations
 
@@ -61,6 +61,15 @@ def test_pip(host: Networked) -> None:
     ):
         status, said = host.shell(install.format(where, "/simple/"))
         assert status and why in said, said
+
+
+def test_apt(host: Networked) -> None:
+    install = (
+        "set -e; echo 'deb [trusted=yes] {} ./' > /etc/apt/sources.list; "
+        "rm -f /etc/apt/sources.list.d/*; apt-get -qq update; apt-get -qq install boxed; boxed"
+    )
+    status, said = host.shell(install.format(host.url("one", "/apt")), user="root")
+    assert status == 0 and said.splitlines()[-1] == shelves.SAYS, said
 
 
 def test_npm(host: Networked) -> None:
