@@ -245,6 +245,8 @@ def one(options: argparse.Namespace) -> int:
             if told["violations"] or told["breaks"] or told["streams"] or told["kept"]:
                 wrong.append(f"the device says {told}")
             rss = memory(machine.backend.process.pid)
+            if wrong:  # what the guest said of it, which goes with the directory
+                print(machine.console.read_text(errors="replace")[-4000:], file=sys.stderr)
         finally:
             machine.close()
         report = {"wrong": wrong, "done": load.done, "bytes": load.bytes, "device": told}
