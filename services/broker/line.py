@@ -12,17 +12,13 @@ of the turn, and nothing overtakes.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from typing import Final, cast
 
-WHOLE: Final = 1 << 16  # bytes; a larger piece goes out at once and is not copied
+WHOLE: Final = 1 << 16  # bytes; a larger piece goes out at once
 # Into which all connections receive: between a receive and the call that takes what came,
 # nothing else of the process runs. A room of its own for each would cost its size in memory.
 _ROOM: Final = memoryview(bytearray(1 << 18))
-
-# Until 3.11 what a transport keeps of a piece is a copy; later ones keep the piece itself.
-_COPIES: Final = sys.version_info[:2] < (3, 12)
 
 
 class Line(asyncio.BufferedProtocol):
@@ -198,11 +194,12 @@ class Line(asyncio.BufferedProtocol):
             self.flush()
 
     def write_now(self, data: bytes | memoryview) -> None:
-        """At once. `data` is not kept: what does not leave is copied."""
+        """At once. `data` is not kept: from Python 3.12 on a transport keeps what does not
+        leave, not a copy of it, so it gets one."""
         self.flush()
         transport = self.transport
         if not transport.is_closing():
-            transport.write(data if _COPIES else bytes(data))
+            transport.write(bytes(data))
 
     @property
     def behind(self) -> bool:
