@@ -36,7 +36,7 @@ def host() -> Iterator[Networked]:
         variants.mkdir()
         (variants / "tools.toml").write_text(VARIANT)
         made.begin()
-        there = [each["name"] for each in made.run("image", "list", "--json").result["images"]]
+        there = [each["variant"] for each in made.run("image", "list", "--json").result["images"]]
         if "tools" not in there:
             assert made.run("image", "build", "tools", timeout=3000).exit == 0
         assert made.run("create", "web").exit == 0
