@@ -260,7 +260,7 @@ def nginx(root: Path, port: int) -> Iterator[Wire]:
     listen = free_port()
     (root / "nginx.conf").write_text(
         f"""daemon off; pid {root}/pid; error_log {root}/error.log; worker_processes 1;
-events {{ worker_connections 256; }}
+events {{ worker_connections 1024; }}
 http {{
   access_log off;
   client_body_temp_path {root}/t1; proxy_temp_path {root}/t2; fastcgi_temp_path {root}/t3;
