@@ -349,7 +349,7 @@ def test_restart_of_one_that_is_stuck(up: Live) -> None:
 def test_a_service_that_dies_again_and_again_stays_down_until_it_is_restarted(up: Live) -> None:
     def dead() -> bool:
         for pid in up.inner("broker"):
-            os.kill(pid, signal.SIGKILL)
+            procs.send(pid, signal.SIGKILL)
         return up.statuses()["broker"].state == "fatal"
 
     until("fatal", dead)
@@ -386,7 +386,7 @@ def _stay_down(up: Live, service: str) -> list[dict[str, Any]]:
 def test_that_the_registry_stayed_down_is_in_the_journal_when_it_is_back(up: Live) -> None:
     def dead() -> bool:
         for pid in up.inner("registry"):
-            os.kill(pid, signal.SIGKILL)
+            procs.send(pid, signal.SIGKILL)
         return up.statuses()["registry"].state == "fatal"
 
     until("fatal", dead)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -75,12 +74,8 @@ class Live:
 
     def inner(self, service: str) -> list[int]:
         """The confined processes of a service: one, if all is well."""
-        return [
-            pid
-            for pid in self.pids(service)
-            if procs.cmdline(pid)[1:4] == ["-I", "-B", "-m"]
-            and procs.cmdline(pid)[4] == f"agent_box.{service}"
-        ]
+        words = ["-I", "-B", "-m", f"agent_box.{service}"]
+        return [pid for pid in self.pids(service) if procs.cmdline(pid)[1:5] == words]
 
     def close(self) -> None:
         """Ends the daemon and all that it runs, and removes everything, come what may.
@@ -90,23 +85,16 @@ class Live:
         """
         try:
             for each in self.pids():  # one may be stopped by a test
-                _signal(each, signal.SIGCONT)
+                procs.send(each, signal.SIGCONT)
             if pid := self.daemon_pid():
-                _signal(pid, signal.SIGTERM)
+                procs.send(pid, signal.SIGTERM)
             until("the daemon has ended", lambda: not self.daemon_pid(), seconds=60)
             until("nothing is left", lambda: not self.pids(), seconds=20)
         finally:
             while left := self.pids():  # the daemon among them: it starts nothing again
                 for each in left:
-                    _signal(each, signal.SIGKILL)
+                    procs.send(each, signal.SIGKILL)
             shutil.rmtree(self.home)
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 __all__ = ["SERVICES", "Live"]

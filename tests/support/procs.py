@@ -19,6 +19,14 @@ def cmdline(pid: int) -> list[str]:
     return [part.decode(errors="replace") for part in raw.split(b"\0")[:-1]]
 
 
+def send(pid: int, number: int) -> None:
+    """A signal to a process that may have ended meanwhile."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
 def state(pid: int) -> str:
     """One letter, e.g. S, T or Z; X when it is gone."""
     try:

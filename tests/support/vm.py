@@ -98,7 +98,7 @@ class Machines(Live):
         else:
             pids = self.inner(program)
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            procs.send(pid, signal.SIGKILL)
 
     def close(self) -> None:
         try:
