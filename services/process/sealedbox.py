@@ -5,7 +5,8 @@ lives as long as its process: who records a box cannot open it after the receive
 
 A sealed box makes a key pair and agrees on a key for each value, which is most of its cost.
 Who seals to one receiver for each request is a `Sender`: NaCl's box between a key pair that it
-made for this receiver and the receiver's, agreed on once, with a random nonce of 192 bits.
+made for this receiver and the receiver's, agreed on once, with a random nonce of 192 bits. What it
+made can be opened by the sender, too, as long as that lives: the store, which has it all anyway.
 """
 
 from __future__ import annotations
