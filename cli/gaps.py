@@ -32,7 +32,9 @@ GAPS: Final[dict[str, Name]] = {
         "The daemon was started with another config file than this command finds.",
         "`agent-box daemon --stop`; the next verb starts one that agrees.",
     ),
-    "confinement-failed": Name("bubblewrap runs, and fails.", "The line has its words."),
+    "confinement-failed": Name(
+        "bubblewrap runs, and fails, or could not be tried.", "The line says why."
+    ),
     "egress-unsafe": Name(
         "The data plane does not refuse what no rule allows, or cannot be made.",
         "The line says what went wrong; start nothing until it is mended.",

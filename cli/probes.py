@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from agent_box.cli.gaps import GAPS, NOTES
+from agent_box.process.paths import told
 
 PATIENCE_S: Final = 20  # for a program that is run; a busy emulated host is slow
 KVM_GET_API_VERSION: Final = 0xAE00  # linux/kvm.h: _IO(KVMIO, 0x00)
@@ -247,12 +248,10 @@ def helper(mode: str, path: Path) -> Iterator[Line]:
 
 _LOAD_FILTER: Final = """
 import errno, os, sys
-from pathlib import Path
 from agent_box.process import linux, seccomp
-program = Path(sys.argv[1], "filter")
-seccomp.export(seccomp.inner(), program)
+program = seccomp.program(seccomp.inner())
 linux.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
-linux.add_seccomp_filter(program.read_bytes())
+linux.add_seccomp_filter(program)
 try:
     os.execv("/usr/bin/true", ["true"])
 except OSError as error:
@@ -269,7 +268,7 @@ def jail() -> Iterator[Line]:
         with tempfile.TemporaryDirectory(prefix="agent-box-doctor-") as directory:
             found = confine.probe(Path(directory))
     except OSError as error:
-        yield gap("jail", f"{error.filename}: {error.strerror}", "confinement-failed", evidence)
+        yield gap("jail", f"cannot be tried: {told(error)}", "confinement-failed", evidence)
         return
     if found is not None:
         yield gap("jail", found.fix, found.name, evidence)
@@ -281,11 +280,7 @@ def jail() -> Iterator[Line]:
 def seccomp() -> Iterator[Line]:
     """Loads the filter of a service in a child and sees it bite."""
     evidence = "a filter of libseccomp, loaded in a child, refused execve"
-    try:
-        with tempfile.TemporaryDirectory(prefix="agent-box-doctor-") as directory:
-            _, said = run([sys.executable, "-I", "-c", _LOAD_FILTER, directory])
-    except OSError as error:
-        said = f"{error.filename}: {error.strerror}"
+    _, said = run([sys.executable, "-I", "-c", _LOAD_FILTER])
     if said.strip() == "held":
         yield ok("seccomp", "libseccomp makes filters, the kernel holds to them", evidence)
     else:
@@ -359,10 +354,28 @@ def thp() -> Iterator[Line]:
 
 
 def disk(state: Path) -> Iterator[Line]:
-    """Punches a hole into a file where data disks will lie, and counts what came free."""
-    where = state
-    while not where.exists() and where != where.parent:
-        where = where.parent
+    """Each file system that holds what is large: that of the state directory, and those of
+    instances and images where they are others."""
+    seen = set()
+    for key, where in (
+        ("disk", state),
+        ("disk-instances", state / "instances"),
+        ("disk-images", state / "images"),
+    ):
+        while not os.path.lexists(where) and where != where.parent:
+            where = where.parent
+        try:
+            device = where.stat().st_dev
+        except OSError as error:
+            yield gap(key, told(error), "state-unwritable", f"stat {where}")
+            continue
+        if device not in seen:
+            seen.add(device)
+            yield _disk(key, where)
+
+
+def _disk(key: str, where: Path) -> Line:
+    """Punches a hole into a file, as data disks need it, and counts what came free."""
     evidence = f"write, punch and measure an unnamed file in {where}"
     try:
         with tempfile.TemporaryFile(dir=where) as file:
@@ -376,14 +389,12 @@ def disk(state: Path) -> Iterator[Line]:
             left = os.fstat(file.fileno()).st_blocks * 512
         free = os.statvfs(where)
     except OSError as error:
-        yield gap("disk", f"{where}: {error.strerror}", "state-unwritable", evidence)
-        return
+        return gap(key, f"{where}: {error.strerror}", "state-unwritable", evidence)
     room = f"{free.f_bavail * free.f_frsize >> 30} GiB free at {where}"
     if failure or left >= full:
         value = f"{room}, no hole punching: {failure or 'nothing came free'}"
-        yield note("disk", value, "discard-unsupported", evidence)
-    else:
-        yield ok("disk", f"{room}, sparse files, hole punching works", evidence)
+        return note(key, value, "discard-unsupported", evidence)
+    return ok(key, f"{room}, sparse files, hole punching works", evidence)
 
 
 def _punch(descriptor: int, offset: int, length: int) -> str | None:

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from agent_box.process import confine, inside
+from agent_box.process import confine, inside, seccomp
+from agent_box.process.paths import told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -202,18 +203,18 @@ def _same_program(seen: tuple[str, ...], expected: str) -> bool:
 def _filters(wanted: Profile, paths: Paths) -> Iterator[Line]:
     """The programs that services are started with, against those of the contract."""
     from hashlib import sha256
-    from tempfile import TemporaryDirectory
 
-    with TemporaryDirectory() as made:
-        expected = confine.write_filters(wanted, Path(made))
-        for key, file in (("seccomp-outer", expected.outer), ("seccomp-inner", expected.inner)):
-            found = paths.supervisor / file.name
-            declared = f"sha256 {sha256(file.read_bytes()).hexdigest()[:16]}"
-            try:
-                host = f"sha256 {sha256(found.read_bytes()).hexdigest()[:16]}"
-            except OSError as error:
-                host = f"{found}: {error.strerror}"
-            yield Line(key, declared, host, None)
+    files = confine.Filters.at(paths.supervisor, wanted.service)
+    for key, declared, file in (
+        ("seccomp-outer", wanted.filter(), files.outer),
+        ("seccomp-inner", seccomp.inner(), files.inner),
+    ):
+        program = f"sha256 {sha256(seccomp.program(declared)).hexdigest()[:16]}"
+        try:
+            host = f"sha256 {sha256(file.read_bytes()).hexdigest()[:16]}"
+        except OSError as error:
+            host = told(error)
+        yield Line(key, program, host, None)
 
 
 def _rights(seen: Seen, said: Confinement | None) -> Iterator[Line]:

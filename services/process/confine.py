@@ -110,6 +110,10 @@ class Filters:
     outer: Path
     inner: Path
 
+    @classmethod
+    def at(cls, directory: Path, service: str) -> Filters:
+        return cls(directory / f"{service}.bpf", directory / f"{service}.inner.bpf")
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -210,9 +214,7 @@ def write_filters(wanted: Profile, directory: Path) -> Filters:
         SeccompError: libseccomp is missing or refuses.
         OSError: the directory cannot be written.
     """
-    filters = Filters(
-        directory / f"{wanted.service}.bpf", directory / f"{wanted.service}.inner.bpf"
-    )
+    filters = Filters.at(directory, wanted.service)
     seccomp.export(wanted.filter(), filters.outer)
     seccomp.export(seccomp.inner(), filters.inner)
     return filters
@@ -314,7 +316,7 @@ def probe(directory: Path) -> Gap | None:
         limits=(),
         environment=(("PATH", "/usr/bin:/bin"),),
     )
-    filters = Filters(directory / "probe.bpf", directory / "probe.inner.bpf")
+    filters = Filters.at(directory, wanted.service)
     try:
         try:
             write_filters(wanted, directory)

@@ -234,20 +234,14 @@ def _sockets(*, host_network: bool, netlink: bool) -> list[Rule]:
     return rules
 
 
-def export(wanted: Filter, target: Path) -> None:
-    """Writes a filter for this machine as the BPF program that the kernel takes.
+def program(wanted: Filter) -> bytes:
+    """A filter for this machine as the BPF program that the kernel takes.
 
     Programs of another architecture, x32 among them, are killed.
 
-    Args:
-        target: replaced in one step, mode 0600.
-
     Raises:
         SeccompError: libseccomp or its binding is missing, or refuses a rule.
-        OSError: the file cannot be written.
     """
-    import tempfile
-
     library = _libseccomp()
     default = library.ALLOW if wanted.otherwise is None else library.ERRNO(wanted.otherwise)
     try:
@@ -260,15 +254,37 @@ def export(wanted: Filter, target: Path) -> None:
             action = library.ALLOW if rule.allow else library.ERRNO(errno.EPERM)
             where = [library.Arg(*condition) for condition in rule.where]
             compiled.add_rule(action, number, *where)
+        # It writes to a file alone, and says of every failure ECANCELED: memory is never full.
+        with open(os.memfd_create("filter", os.MFD_CLOEXEC), "w+b") as file:
+            compiled.export_bpf(file)
+            file.seek(0)
+            return file.read()
     except OSError as error:
         raise SeccompError(f"libseccomp refuses a rule: {told(error)}") from error
+
+
+def export(wanted: Filter, target: Path) -> None:
+    """Writes the program of a filter.
+
+    Args:
+        target: replaced in one step, mode 0600.
+
+    Raises:
+        SeccompError: as `program`.
+        OSError: the file cannot be written; it names it.
+    """
+    import tempfile
+
+    made = program(wanted)
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with open(descriptor, "wb") as file:
-            compiled.export_bpf(file)
+            file.write(made)
         os.replace(name, target)
-    except BaseException:
+    except BaseException as error:
         os.unlink(name)
+        if isinstance(error, OSError):  # that of a write names no file
+            raise OSError(error.errno, error.strerror, str(target)) from error
         raise
 
 

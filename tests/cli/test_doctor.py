@@ -274,6 +274,16 @@ def test_no_user_namespaces(host: Host) -> None:
     assert result.gaps == ["userns-denied"]
 
 
+def test_a_full_disk_is_named_by_the_walls_that_cannot_be_tried(host: Host) -> None:
+    host.env["TMPDIR"] = "/mnt"
+    host.without("--size", "4096", "--tmpfs", "/mnt")
+    result = host.doctor()
+    told = r"cannot be tried: /mnt/\S+/probe\S*\.bpf: No space left on device \[gap \S+\]"
+    assert re.fullmatch(told, result.text["jail"])
+    assert result.text["seccomp"].endswith("the kernel holds to them")  # it needs no disk
+    assert result.gaps == ["confinement-failed"]
+
+
 def test_no_libseccomp(host: Host) -> None:
     names = ("libseccomp.so.2", ctypes.util.find_library("seccomp"))
     libraries = {p for d in ("/usr/lib", "/lib") for n in names if n for p in Path(d).rglob(n)}
@@ -409,6 +419,21 @@ def test_a_hole_is_really_punched(tmp_path: Path) -> None:
     (line,) = probes.disk(tmp_path / "not" / "made" / "yet")
     assert line.status == "ok"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_file_system_of_instances_and_images_is_looked_at(host: Host) -> None:
+    state = host.home / ".local/state/agent-box"
+    for name in ("instances", "images"):
+        (state / name).mkdir(parents=True)
+    assert {"disk-instances", "disk-images"}.isdisjoint(host.doctor().text)
+    own = ("--size", str(8 << 20), "--tmpfs", state / "instances")
+    host.without(*own, "--size", "4096", "--tmpfs", state / "images")
+    result = host.doctor()
+    found = f"0 GiB free at {state}/instances, sparse files, hole punching works"
+    assert result.text["disk-instances"] == found
+    full = f"{state}/images: No space left on device [gap state-unwritable]"
+    assert result.text["disk-images"] == full
+    assert result.gaps == ["state-unwritable"]
 
 
 # ------------------------------------------------------------------------------ the daemon
