@@ -276,7 +276,6 @@ def _instance(found: Instance) -> dict[str, Any]:
             "message": found.failed.message,
             "time": time_text(found.failed.at_ms),
         },
-        "network": found.network,
         "digests": {
             "kernel": images.kernel,
             "initramfs": images.initramfs,
@@ -345,10 +344,7 @@ def _lines(result: dict[str, Any]) -> str:
     failed = result["failed"]
     shown["failed"] = failed and f"{failed['verb']} at {failed['time']}: {failed['message']}"
     counted = result["counters"]
-    if result["network"] == "none":
-        shown["network"] = "none: it was started without"
-    else:
-        shown["network"] = "no counters: no machine runs, or netstack has not answered"
+    shown["network"] = "no counters: no machine runs, or netstack has not answered"
     shown["counters"] = counted and ", ".join(
         f"{k.replace('_', ' ')} {v}" for k, v in counted.items()
     )

@@ -208,13 +208,12 @@ def _live(out: Render, name: str, verb: str) -> str:
         found = registry.call("inspect", Name(name=name))
     assert isinstance(found, Instance)
     state = found.row.state
-    if state in ("running", "paused") and found.network is None:
+    if state in ("running", "paused"):
         return found.id
     if state == "unknown":
         message = f"the state of {name} is unknown; {verb} needs running"
         raise Failure(12, "state-unknown", message, state=state)
-    why = "has no network" if found.network is not None else f"is {state}"
-    raise Failure(4, "wrong-state", f"{name} {why}; {verb} needs running", state=state)
+    raise Failure(4, "wrong-state", f"{name} is {state}; {verb} needs running", state=state)
 
 
 def _taken(message: str, facts: dict[str, str], port: int) -> Failure:

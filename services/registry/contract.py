@@ -167,10 +167,9 @@ class Instance(Wire, frozen=True):
     doing: Doing | None  # a verb that has not come to its end
     phase: str
     failed: Failed | None
-    network: Literal["none"] | None  # none: what runs has no network and no broker
     machine: Machine | None  # None: the engine has not answered
     forwards: list[Forward] | None  # None: netstack has not answered
-    counters: Counters | None  # None: it has no network now, or netstack has not answered
+    counters: Counters | None  # None: no machine runs, or netstack has not answered
 
 
 class Entry(Wire, frozen=True):

@@ -333,7 +333,7 @@ class Core:
                     raise
         record = self.again(record)
         forwards: list[api.Forward] | None = []
-        if State(record.state) in LIVE and record.network is None:
+        if State(record.state) in LIVE:
             try:
                 told = yield ListForwards(record.id)
                 assert isinstance(told, net.Forwards)
@@ -343,7 +343,7 @@ class Core:
                     raise
                 forwards = None
         counters = None
-        if forwards is not None and State(record.state) in LIVE and record.network is None:
+        if forwards is not None and State(record.state) in LIVE:
             try:
                 said = yield ReadCounters(record.id)
                 assert isinstance(said, net.Counters)
@@ -377,7 +377,6 @@ class Core:
             doing=record.doing,
             phase=phase(record.id),
             failed=record.failed,
-            network=record.network,
             machine=machine,
             forwards=forwards,
             counters=counters,
@@ -531,7 +530,6 @@ class Core:
             record = msgspec.structs.replace(
                 record,
                 state=after.value,
-                network=record.network if after in LIVE else None,
                 boots=max(record.boots, there.boot or 0),
             )
             yield from self.write(record, "state-changed", facts)
@@ -568,12 +566,12 @@ class Core:
                 "rules": len(view.rules),
                 "changes": view.changes,
             }
-            live = State(record.state) in LIVE and record.network is None
+            live = State(record.state) in LIVE
             yield from self.write(
                 record, "policy-changed", facts, begins=live, reply=None if live else view
             )
         else:
-            live = State(record.state) in LIVE and record.network is None
+            live = State(record.state) in LIVE
         if live:
             yield from self._apply(record)
         return kept.view(record)
@@ -598,11 +596,7 @@ class Core:
 
     def live(self) -> set[str]:
         """The ids of those whose machines have a network worker."""
-        return {
-            record.id
-            for record in self._records.values()
-            if State(record.state) in LIVE and record.network is None
-        }
+        return {record.id for record in self._records.values() if State(record.state) in LIVE}
 
     def untold(self) -> bool:
         """Whether `reconnect` has something to tell now. Of an instance in `ended` with a verb at

@@ -103,7 +103,7 @@ class Life:
         record = _configured(record, config)
         seen = self._core.seen.get(record.id)
         boots = max(record.boots, 0 if seen is None else seen.boot or 0) + 1
-        record = msgspec.structs.replace(record, boots=boots, network=None, no_hook=no_hook)
+        record = msgspec.structs.replace(record, boots=boots, no_hook=no_hook)
         facts: dict[str, Fact] = {"boot": boots}
         if no_hook:
             facts["hook"] = "skipped"
@@ -514,20 +514,17 @@ class Life:
             try:
                 yield Down(id, record.intent)
             except Refusal as refusal:
-                if record.network is None:
-                    facts["network"] = refusal.message
+                facts["network"] = refusal.message
                 self._core.ended.add(id)  # they are told when they are there again
             if not self._is_current(record):
                 return
         after = move(State.STOPPING, Cause.OFF)
         if record.doing == "delete":
             after = move(State.STOPPED, Cause.DELETE)
-            record = msgspec.structs.replace(record, network=None)
             assert after is not None
             record = msgspec.structs.replace(record, state=after.value)
             yield from self._core.write(record, "stop-done", {**facts, "state": record.state})
         else:
-            record = msgspec.structs.replace(record, network=None)
             yield from self._done(record, "stop-done", after, facts)
         if there is not None:
             self._core.seen[id] = there
@@ -652,7 +649,7 @@ class Life:
         if gone is not None:
             after = move(State(record.state), Cause.GONE)
             assert after is not None
-            record = msgspec.structs.replace(record, state=after.value, network=None)
+            record = msgspec.structs.replace(record, state=after.value)
             facts |= {"state": after.value, **ending(gone)}
         yield from self._core.write(record, "verb-failed", facts)
         if gone is not None:
@@ -684,7 +681,6 @@ class Life:
             return
         record = msgspec.structs.replace(
             self._now(record),
-            network=record.network,
             state=after.value,
             doing=None,
             grace_ms=0,

@@ -21,7 +21,7 @@ from agent_box.netstack import contract as net
 from agent_box.registry import contract as api
 from agent_box.registry.states import State
 
-FORMAT: Final = 2  # of the packed record
+FORMAT: Final = 3  # of the packed record
 
 
 class ModeChange(Wire, frozen=True):
@@ -69,7 +69,6 @@ class Record(Wire, frozen=True):
     policy: Policy
     boots: int  # the number of the last boot
     images: api.Images  # chosen at create
-    network: Literal["none"] | None  # none: the boot goes without network and broker
     no_hook: bool  # the boot goes without its project hook
     intent: int  # counts up with every verb that was accepted
     doing: api.Doing | None  # what is left to do of the last one
@@ -79,11 +78,17 @@ class Record(Wire, frozen=True):
     changed_ms: int
 
 
+class _Format(msgspec.Struct, frozen=True):
+    format: int
+
+
 NO_CHANGES: Final = Changes(table=None, mode=None, removed=[], added=[])
 
 _STATES: Final = frozenset(s.value for s in State if s is not State.UNKNOWN)
 _ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
 _DECODER: Final = msgspec.msgpack.Decoder(Record, strict=True)
+_FORMAT: Final = msgspec.msgpack.Decoder(_Format, strict=True)
+_ANY: Final = msgspec.msgpack.Decoder(dict[str, object])
 
 
 def pack(record: Record) -> bytes:
@@ -96,9 +101,15 @@ def unpack(untrusted: bytes) -> Record:
     Raises:
         ValueError: it is not one that `pack` made.
     """
+    found = _FORMAT.decode(untrusted).format
+    if found not in (2, FORMAT):
+        raise ValueError(f"the record has format {found}; this version knows {FORMAT}, and 2")
+    if found == 2:  # it had one field more
+        fields = _ANY.decode(untrusted)
+        if fields.pop("network", "missing") is not None:
+            raise ValueError("the record has a network that cannot be")
+        untrusted = _ENCODER.encode({**fields, "format": FORMAT})
     record = _DECODER.decode(untrusted)
-    if record.format != FORMAT:
-        raise ValueError(f"the record has format {record.format}; this version knows {FORMAT}")
     if record.state not in _STATES:
         raise ValueError("the record has a state that cannot be")
     return record
@@ -129,7 +140,6 @@ def draft(
         policy=Policy(name=policy.name, named=table(policy), changes=NO_CHANGES, generation=1),
         boots=0,
         images=request.images,
-        network=None,
         no_hook=False,
         intent=0,
         doing=None,

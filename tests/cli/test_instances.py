@@ -90,7 +90,7 @@ def test_inspect(live: Live) -> None:
     assert result["id"] == live.ids["web1"]  # type: ignore[attr-defined]
     assert (result["state"], result["engine"]) == ("unknown", None)
     assert result["digests"] == registries.DIGESTS
-    assert (result["doing"], result["failed"], result["network"]) == (None, None, None)
+    assert (result["doing"], result["failed"]) == (None, None)
     assert result["created"] == "2023-11-14T22:13:20.000Z"
     assert result["harness"] == ["my-agent", "acp"]
     assert result["policy"] == {"name": "dev", "mode": "allowlist", "generation": 1, "changes": 0}

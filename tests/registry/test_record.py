@@ -240,11 +240,20 @@ def test_a_record_is_packed_the_same_way_every_time() -> None:
     assert record.unpack(record.pack(one)) == one
 
 
+def test_a_record_of_the_version_before_is_read() -> None:
+    before = {**msgspec.to_builtins(a_record()), "format": 2, "network": None}
+    assert record.unpack(msgspec.msgpack.encode(before)) == a_record()
+    for wrong in ({"network": "none"}, {"boots": "1"}, {"more": 1}):
+        with pytest.raises(ValueError):
+            record.unpack(msgspec.msgpack.encode({**before, **wrong}))
+
+
 @pytest.mark.parametrize(
     "field, value",
     [
         ("format", 1),
-        ("format", 3),
+        ("format", 2),
+        ("format", 4),
         ("state", "unknown"),
         ("state", "made-up"),
         ("kind", "other"),
