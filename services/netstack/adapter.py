@@ -21,7 +21,7 @@ from agent_box.bus.handover import HandoverClient
 from agent_box.bus.outcomes import Outcomes
 from agent_box.bus.schema import Empty
 from agent_box.bus.server import Call, Handler, StreamHandler, StreamIO
-from agent_box.netstack import control, forwards
+from agent_box.netstack import control, forwardbind
 from agent_box.netstack.contract import (
     Applied,
     Apply,
@@ -149,7 +149,7 @@ class Netstack:
     async def forward_add(self, request: ForwardAdd, call: Call) -> Forward:
         """The same again is the same: a port that this instance has already is told again."""
         held = self._there(request.instance)
-        wanted = forwards.checked(request.forward)
+        wanted = forwardbind.checked(request.forward)
         async with self._adding:
             await held.connected(call.remaining_s() - MARGIN_S)
             if held.wanted is None:
@@ -157,11 +157,11 @@ class Netstack:
             for each in held.forwards:
                 if _is_same(each, wanted):
                     return each
-            if len(held.forwards) >= forwards.FORWARDS_MAX:
-                most = forwards.FORWARDS_MAX
+            if len(held.forwards) >= forwardbind.FORWARDS_MAX:
+                most = forwardbind.FORWARDS_MAX
                 raise Refusal(Reason.EXHAUSTED, f"the instance has {most} forwards")
             try:
-                made, listeners = forwards.bind(wanted)
+                made, listeners = forwardbind.bind(wanted)
             except Refusal as refusal:
                 raise self._with_holder(refusal, wanted) from None
             await held.listen(made, listeners)
@@ -184,7 +184,7 @@ class Netstack:
 
     async def bind(self, forward: Forward) -> list[socket.socket]:
         """For a worker that was started anew."""
-        return forwards.bind(forward)[1]
+        return forwardbind.bind(forward)[1]
 
     def _with_holder(self, refusal: Refusal, wanted: Forward) -> Refusal:
         """The refusal with the instance that has the port, if it is one of ours."""

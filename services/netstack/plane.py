@@ -23,7 +23,7 @@ from agent_box.netstack.contract import Verdict
 from agent_box.netstack.datagrams import Datagrams
 from agent_box.netstack.dnstcp import DnsStreams
 from agent_box.netstack.flow import HIGH, Flow, Relay
-from agent_box.netstack.forwarding import Forwards
+from agent_box.netstack.forwardaccept import ForwardListeners
 from agent_box.netstack.judge import Judge
 from agent_box.netstack.link import Link, LinkBroken
 from agent_box.netstack.names import Dns, Names
@@ -125,7 +125,7 @@ class Plane:
             self._poller, self._wire, self._relay, self._judge, self._names, self._resolver,
             self._streams, self._reporter, limits, broker,
         )  # fmt: skip
-        self._forwards = Forwards(self._poller, self._relay, self._opener, self._reporter)
+        self._forwards = ForwardListeners(self._poller, self._relay, self._opener, self._reporter)
         self._udp = UdpFlows(self._poller, self._wire, limits.datagrams)
         self._datagrams = Datagrams(
             self._poller, self._judge, self._names, self._resolver, self._reporter, self._udp

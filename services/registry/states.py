@@ -2,7 +2,7 @@
 
 Pure data. What a verb may do, how a state changes, what the documents show: all is read from
 `TRANSITIONS`, `ALLOWED` and `END`, and nothing is decided beside them. docs/states.md is
-drawn from here (`python -m agent_box.registry.drawing`).
+drawn from here (`python -m agent_box.registry.statespage`).
 
 An instance has exactly one state. `unknown` is what is shown, and acted upon, while the
 engine cannot say what is there; the record keeps the last state that was true.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.source import ROOT
 
-from agent_box.registry import drawing
+from agent_box.registry import statespage
 from agent_box.registry.states import (
     ALLOWED,
     END,
@@ -139,13 +139,13 @@ def test_needs_reads_well() -> None:
 
 
 def test_the_document_is_drawn_from_the_table() -> None:
-    assert (ROOT / "docs" / "states.md").read_text() == drawing.document(), (
-        "run: python -m agent_box.registry.drawing > docs/states.md"
+    assert (ROOT / "docs" / "states.md").read_text() == statespage.document(), (
+        "run: python -m agent_box.registry.statespage > docs/states.md"
     )
 
 
 def test_the_drawing_shows_every_transition() -> None:
-    diagram = drawing.diagram()
+    diagram = statespage.diagram()
     for transition in TRANSITIONS:
         assert f": {transition.cause}" in diagram
     assert all(f" {state}" in diagram for state in State)

@@ -1,7 +1,8 @@
-"""Draws docs/states.md from the table of states. `python -m agent_box.registry.drawing` prints it.
+"""Draws docs/states.md from the table of states.
 
-The document is checked in so that it can be read without running anything; a test compares
-it with what this prints.
+`python -m agent_box.registry.statespage` prints it. The
+document is checked in so that it can be read without running anything; a test compares it
+with what this prints.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _HEAD = """\
 # The states of an instance
 
 Drawn from the table in `services/registry/states.py` by
-`python -m agent_box.registry.drawing > docs/states.md`; a test fails when they differ.
+`python -m agent_box.registry.statespage > docs/states.md`; a test fails when they differ.
 
 An instance has exactly one state. While the engine cannot be asked, `unknown` is shown and
 acted upon; the record keeps the last state that was true.

@@ -1,4 +1,4 @@
-"""Listeners of this host that lead into an instance."""
+"""The service's side of forwards: checked, and bound on this host; the worker accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listeners on the host whose connections lead into the guest."""
+"""The worker's side of forwards: what their listeners accept leads into the guest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BATCH: Final = 64  # connections accepted before others have their turn
 _PAUSE_S: Final = 0.1  # after there was no descriptor left
 
 
-class Forwards:
+class ForwardListeners:
     """All listeners of an instance. They come bound and listening; we own them from then on."""
 
     def __init__(self, poller: Poller, relay: Relay, opener: Opener, reporter: Reporter) -> None:
@@ -47,7 +47,7 @@ class Forwards:
 
 
 class _Listener:
-    def __init__(self, owner: Forwards, sock: socket.socket, guest_port: int) -> None:
+    def __init__(self, owner: ForwardListeners, sock: socket.socket, guest_port: int) -> None:
         self._owner = owner
         self._sock = sock
         self._guest_port = guest_port
