@@ -1,12 +1,17 @@
-"""nginx before a plain server, with TLS, as a parser of requests that is not ours."""
+"""nginx: before a plain server, with TLS, as a parser of requests that is not ours; and alone, as
+a server of HTTP/2."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from support.until import until
 from support.upstreams import Authority
 
 FOUND = shutil.which("nginx", path="/usr/sbin:/usr/bin:/sbin:/bin")
@@ -40,6 +45,47 @@ http {{
   }}
 }}
 """
+_HTTP2 = """
+worker_processes 1;
+daemon off;
+master_process off;
+pid {root}/pid;
+events {{ worker_connections 64; }}
+http {{
+  access_log off;
+  client_body_temp_path {root}/body;
+  proxy_temp_path {root}/proxy;
+  fastcgi_temp_path {root}/fastcgi;
+  uwsgi_temp_path {root}/uwsgi;
+  scgi_temp_path {root}/scgi;
+  keepalive_timeout 1h;
+  server {{
+    listen 127.0.0.1:{port} http2;
+    location / {{ return 200 "$server_protocol $connection\\n"; }}
+  }}
+}}
+"""
+
+
+@contextmanager
+def plain_http2(root: Path) -> Iterator[int]:
+    """A server without TLS that says over which of its connections it was asked; its port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    config = root / "nginx.conf"
+    config.write_text(_HTTP2.format(root=root, port=port))
+    command = [str(FOUND), "-c", str(config), "-p", str(root), "-e", str(root / "error.log")]
+
+    def listens() -> bool:
+        with socket.socket() as sock:
+            return sock.connect_ex(("127.0.0.1", port)) == 0
+
+    with subprocess.Popen(command) as serving:
+        try:
+            until("nginx serves", listens)
+            yield port
+        finally:
+            serving.terminate()
 
 
 class Nginx:

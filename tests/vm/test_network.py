@@ -25,25 +25,6 @@ from agent_box.netstack import routes
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]  # emulated, and hosts are busy
 
-HTTP2 = """\
-worker_processes 1;
-daemon off;
-master_process off;
-pid {root}/pid;
-events {{ worker_connections 64; }}
-http {{
-  access_log off;
-  client_body_temp_path {root}/body;
-  proxy_temp_path {root}/proxy;
-  fastcgi_temp_path {root}/fastcgi;
-  uwsgi_temp_path {root}/uwsgi;
-  scgi_temp_path {root}/scgi;
-  server {{
-    listen 127.0.0.1:{port} http2;
-    location / {{ return 200 "$server_protocol $connection\\n"; }}
-  }}
-}}
-"""
 RESET = 56  # curl: the connection was reset
 NO_NAME = 6  # curl: the name does not resolve
 NO_WAY = 7  # curl: no connection
@@ -107,24 +88,14 @@ def test_git_and_apt_fetch_what_is_allowed_and_say_at_once_what_is_not(host: Net
 
 @pytest.mark.skipif(nginx.FOUND is None, reason="there is no nginx")
 def test_http_2(host: Networked, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    config = tmp_path / "nginx.conf"
-    config.write_text(HTTP2.format(root=tmp_path, port=port))
-    command = [str(nginx.FOUND), "-c", str(config), "-p", str(tmp_path), "-e", str(tmp_path / "e")]
-    with subprocess.Popen(command) as serving:
-        try:
-            until("it serves", lambda: _get(port))
-            ran = host.run("policy", "set", "web", "--allow", f"one.test:{port}",
-                           "--allow-reserved")  # fmt: skip
-            assert ran.exit == 0, ran
-            urls = f"http://one.test:{port}/" + "{a,b,c}"
-            status, said = host.inside("curl", "-sS", "--http2-prior-knowledge", "-Z", urls)
-            lines = said.splitlines()
-            assert status == 0 and len(lines) == 3 and len(set(lines)) == 1, "one connection"
-            assert lines[0].startswith("HTTP/2.0 ")
-        finally:
-            serving.terminate()
+    with nginx.plain_http2(tmp_path) as port:
+        ran = host.run("policy", "set", "web", "--allow", f"one.test:{port}", "--allow-reserved")
+        assert ran.exit == 0, ran
+        urls = f"http://one.test:{port}/" + "{a,b,c}"
+        status, said = host.inside("curl", "-sS", "--http2-prior-knowledge", "-Z", urls)
+        lines = said.splitlines()
+        assert status == 0 and len(lines) == 3 and len(set(lines)) == 1, "one connection"
+        assert lines[0].startswith("HTTP/2.0 ")
 
 
 def test_root_in_the_guest_gets_nowhere_else(host: Networked) -> None:
