@@ -156,6 +156,31 @@ def test_a_request_through_the_wall_and_a_credential_that_is_taken_away(whole: W
     assert not whole.sock.exists()
 
 
+def test_a_store_that_stands_still_is_waited_for_in_bounds_and_nothing_is_forwarded(
+    whole: Whole,
+) -> None:
+    headers = whole.headers()
+    assert asyncio.run(ask(whole, headers)).status == 200
+    pid = inner_pid(whole.store)
+    assert pid is not None
+
+    async def play() -> list[Any]:
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*(ask(whole, headers) for _ in range(20)))
+
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        replies = asyncio.run(play())
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert {(reply.status, reply.code) for reply in replies} == {(503, "store")}
+    # what it answers now, to those who are gone, lets nothing through either
+    assert asyncio.run(ask(whole, headers)).status == 200
+    assert len(whole.app.asked) == 2
+    (row,) = whole.call("usage", UsageOf(instance=ID, since_day=0), "operator").used
+    assert (row.requests, row.refused) == (2, 20)
+
+
 def test_a_kill_during_streams_resets_each_and_loses_no_count(whole: Whole) -> None:
     headers = whole.headers()
 
