@@ -150,7 +150,7 @@ def exec_command(
 class _Guest:
     """A running instance and the way to it."""
 
-    def __init__(self, found: Instance, registry: Client, channel: Client, here: link.Place):
+    def __init__(self, found: Instance, registry: Client, channel: Client):
         self.name = found.row.name
         self.id = found.id
         self.harness = found.harness
@@ -158,7 +158,6 @@ class _Guest:
         self._boots = found.boots
         self._registry = registry
         self._looked = 0.0
-        self._here = here
 
     def look(self) -> None:
         """A stream was lost. Whether the instance is to blame is asked now and then.
@@ -227,7 +226,7 @@ def _guest(out: Render, name: str) -> Iterator[_Guest]:
             if state != "running":
                 why = f"{name} is {state}; this verb needs running"
                 raise Failure(4, "wrong-state", why, state=state)
-            yield _Guest(found, registry, channel, here)
+            yield _Guest(found, registry, channel)
         finally:
             channel.close()
     finally:

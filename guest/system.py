@@ -75,17 +75,6 @@ def mount(source: str, target: str, kind: str, flags: int = 0, data: str = "") -
         raise OSError(code, f"mount {target}: {os.strerror(code)}")
 
 
-def unmount(target: str) -> None:
-    """umount2(2).
-
-    Raises:
-        OSError: as the system call says.
-    """
-    if _libc.umount2(target.encode(), 0):
-        code = ctypes.get_errno()
-        raise OSError(code, f"umount {target}: {os.strerror(code)}")
-
-
 def drive(serial: str) -> str | None:
     """The block device with that virtio serial: drives are known by name, never by order."""
     for name in sorted(os.listdir("/sys/block")):

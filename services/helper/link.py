@@ -12,7 +12,6 @@ from typing import Final
 from agent_box.helper import wire
 from agent_box.helper.contract import MESSAGE_BYTES
 
-PATH_MAX: Final = 107
 MAX_FDS: Final = 8  # that are received, to be closed; none of ours has more than one
 _INT: Final = struct.calcsize("i")
 

@@ -14,7 +14,6 @@ PROGRAMS: Final = ("/usr/bin/qemu-system-x86_64", "/usr/local/bin/qemu-system-x8
 VSOCK: Final = "vhost-user-vsock-device"
 CID: Final = 3  # of every guest: only its own device ever sees it
 IMAGES: Final = ("variant", "guest", "harness")  # read-only drives
-BOOT: Final = ("kernel", "initramfs")
 # Descriptors that QEMU is given.
 VHOST_FD, QMP_FD, CONSOLE_FD, DATA_FD, DATA_READ_FD = range(FIRST_FD, FIRST_FD + 5)
 TRANSLATED_MIB: Final = 256  # cache of translated code

@@ -45,17 +45,15 @@ class Mode(NamedTuple):
 
     Attributes:
         name: ``user`` or ``system``.
-        uids: given to instances, one each; None when they have ours.
         peers: the accounts that may connect.
     """
 
     name: str
-    uids: range | None
     peers: frozenset[int]
 
 
 def user_mode() -> Mode:
-    return Mode("user", None, frozenset({os.geteuid()}))
+    return Mode("user", frozenset({os.geteuid()}))
 
 
 class Done(NamedTuple):

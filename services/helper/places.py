@@ -117,9 +117,6 @@ class Places:
         os.close(make(self.runtime, "host"))
         return self.runtime_path / "host"
 
-    def instance_path(self, name: str) -> Path:
-        return self.state_path / "instances" / name
-
     def blob_path(self, digest: str) -> Path:
         return self.state_path / "images" / "blobs" / "sha256" / digest
 

@@ -61,7 +61,6 @@ READY_S: Final = 25.0  # for each process, from its start until it says that it 
 LAST_S: Final = 3.0  # for what ends by itself after the machine
 DEAD_S: Final = 10.0  # for what was killed
 CHUNK: Final = 65536
-WORD_BYTES: Final = 32
 _ORDER: Final = contract.Struct(
     (
         ("v", contract.Int(1, 1)),

@@ -47,8 +47,3 @@ class Server:
 def echo(sock: socket.socket) -> None:
     while data := sock.recv(1 << 16):
         sock.sendall(data)
-
-
-def swallow(sock: socket.socket) -> None:
-    while sock.recv(1 << 16):
-        pass

@@ -7,7 +7,6 @@ Not for the quick suite: whoever uses it names the files. The initramfs holds a 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -134,10 +133,3 @@ class Machine:
             self.words = words
         finally:
             self.backend.__exit__(None, None, None)
-
-
-def device_cpu(machine: Machine) -> float:
-    """Seconds of CPU that the device has used."""
-    text = Path(f"/proc/{machine.backend.process.pid}/stat").read_text().rsplit(")", 1)[1]
-    fields = text.split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

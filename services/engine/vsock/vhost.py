@@ -233,7 +233,6 @@ class _Ring:
         self.size = 0
         self.base = 0
         self.addresses: tuple[int, int, int] | None = None  # desc, avail, used
-        self.kicked = False
         self.started = False
         self.last: tuple[int, int, tuple[int, int, int] | None] | None = None
 
@@ -320,7 +319,7 @@ class Link:
         if base is not None:
             ring.base = base
             ring.last = (base, ring.size, ring.addresses)
-        ring.started = ring.kicked = False
+        ring.started = False
         return _reply(GET_VRING_BASE, _state.pack(queue, ring.base))
 
     def _ring(self, index: int) -> _Ring:
