@@ -1,4 +1,4 @@
-"""The verbs `attach` and `exec`: a terminal or a command in an instance."""
+"""The verb `attach`: a terminal in an instance; and `exec --tty`, which is one with a command."""
 
 from __future__ import annotations
 
@@ -6,39 +6,25 @@ import os
 import signal
 import termios
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
-from agent_box.bus.errors import Reason, Refusal
-from agent_box.channel.contract import Attach, Ended, Exec, Size, Variable
-from agent_box.cli import link, tty
+from agent_box.channel.contract import Attach, Size
+from agent_box.cli import tty
 from agent_box.cli.detach import ARMED_S, HOLD_S, Detach
+from agent_box.cli.guest import LOST, SIGNALLED, Guest, Signalled, reach, status, variables
 from agent_box.cli.pump import NobodyReads, Pump
-from agent_box.cli.render import Failure, ReaderGone, Render, Usage, table
+from agent_box.cli.render import Failure, Render, Usage, table
 from agent_box.cli.screen import Screen
-from agent_box.cli.session import CommandSession, Lost, TerminalSession, draw
+from agent_box.cli.session import Lost, TerminalSession, draw
 from agent_box.cli.sink import Sink
 
 if TYPE_CHECKING:
     from agent_box.bus.client import Client
     from agent_box.cli.values import Place
-    from agent_box.registry.contract import Instance
 
-TIMED_OUT: Final = 124  # as timeout(1)
-LEFT: Final = 23  # the instance left running
-LOST: Final = 14
-SIGNALLED: Final = 128  # plus the number
-LOOK_S: Final = 2.0  # between two questions whether the instance still runs
-ASK_S: Final = 0.5  # for the answer; meanwhile nobody is heard
 FRESH_S: Final = 1.0  # so long the answer to a question may be on its way
 DEPART_S: Final = 3.0  # without progress, for what was typed before the detach keys
-DEAF_S: Final = 1.0  # for a command to end whose output nobody reads
 CAN: Final = b"\x18"  # ends a sequence of which the terminal got a part
-FORWARDED: Final = tuple(
-    getattr(signal, name)
-    for name in ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"]
-)
 TERM: Final = "xterm-256color"  # for what the guest's terminfo does not know
 # What ncurses-base has: every Debian image knows them.
 _TERMS: Final = frozenset(
@@ -91,15 +77,36 @@ def attach(
     if out.json:
         raise Usage("attach: --json goes with --list")
     _need_terminal("attach")
-    with _guest(out, target.name) as guest:
+    with reach(out, target.name) as guest:
         argv = [] if shell or terminal is not None else _own_program(guest)
-        request = _attach(
+        request = _request(
             guest, target, user, terminal=terminal, argv=argv, env=env, timeout_ms=None
         )
         return _Attached(guest, request, detach_keys).serve(out)
 
 
-def _own_program(guest: _Guest) -> list[bytes]:
+def command(
+    out: Render,
+    *,
+    target: Place,
+    user: str,
+    env: list[tuple[str, str]],
+    timeout_ms: int | None,
+    argv: list[bytes],
+) -> int:
+    """A new terminal with a command in it."""
+    from agent_box.cli import values
+
+    _need_terminal("exec --tty")
+    keys = values.detach_keys(values.DEFAULT_DETACH_KEYS)
+    with reach(out, target.name) as guest:
+        request = _request(
+            guest, target, user, terminal=None, argv=argv, env=env, timeout_ms=timeout_ms
+        )
+        return _Attached(guest, request, keys).serve(out)
+
+
+def _own_program(guest: Guest) -> list[bytes]:
     """The harness's own program for a terminal, and its arguments.
 
     Raises:
@@ -119,124 +126,10 @@ def _own_program(guest: _Guest) -> list[bytes]:
     return [word.encode() for word in tui]
 
 
-def exec_command(
-    out: Render,
-    *,
-    target: Place,
-    user: str,
-    env: list[tuple[str, str]],
-    timeout: int | None,
-    tty: bool,
-    command: list[bytes],
-) -> int:
-    """A command: with our stdin, stdout and stderr, or with our terminal."""
-    timeout_ms = None if timeout is None else timeout * 1000
-    if tty:
-        if out.json:
-            raise Usage("exec: --tty has no --json")
-        _need_terminal("exec --tty")
-    with _guest(out, target.name) as guest:
-        if tty:
-            request = _attach(
-                guest, target, user, terminal=None, argv=command, env=env, timeout_ms=timeout_ms
-            )
-            return _Attached(guest, request, _default_keys()).serve(out)
-        return _Run(guest, _exec(guest, target, user, command, env, timeout_ms), out).serve()
-
-
-# ------------------------------------------------------------------------ instance
-
-
-class _Guest:
-    """A running instance and the way to it."""
-
-    def __init__(self, found: Instance, registry: Client, channel: Client):
-        self.name = found.row.name
-        self.id = found.id
-        self.harness = found.harness
-        self.channel = channel
-        self._boots = found.boots
-        self._registry = registry
-        self._looked = 0.0
-
-    def look(self) -> None:
-        """A stream was lost. Whether the instance is to blame is asked now and then.
-
-        Raises:
-            Failure: it does not run any more, or not in the boot that it was.
-        """
-        now = time.monotonic()
-        if now - self._looked < LOOK_S:
-            return
-        self._looked = now
-        try:
-            found = self._ask(ASK_S)
-        except Refusal as refusal:
-            if refusal.reason is Reason.NOT_FOUND:
-                raise self.left("was deleted") from None
-            return  # the registry is away as well
-        if found.row.state not in ("running", "unknown"):
-            raise self.left(f"is {found.row.state}")
-        if found.boots != self._boots:
-            raise self.left("was started anew")
-
-    def ended(self) -> Failure:
-        """The channel says that the instance left running: how is for the registry to tell."""
-        how = "was stopped or paused"
-        try:
-            found = self._ask(ASK_S)
-            if found.row.state != "running":
-                how = f"is {found.row.state}"
-        except Refusal as refusal:
-            if refusal.reason is Reason.NOT_FOUND:
-                how = "was deleted"
-        return self.left(how)
-
-    def left(self, how: str) -> Failure:
-        return Failure(LEFT, "left-running", f"{self.name} {how}", name=self.name)
-
-    def _ask(self, seconds: float) -> Instance:
-        from agent_box.registry.contract import Instance, Name
-
-        found = self._registry.call("inspect", Name(name=self.name), deadline_s=seconds)
-        assert isinstance(found, Instance)
-        if found.id != self.id:
-            raise Refusal(Reason.NOT_FOUND, "another instance has the name")
-        return found
-
-
-@contextmanager
-def _guest(out: Render, name: str) -> Iterator[_Guest]:
-    """Raises Failure: exit 3, 4 or 12; and what `link.service` raises."""
-    from agent_box.registry.contract import Instance, Name
-
-    here = link.place()
-    registry, _ = link.ready(here, "registry", out)
-    try:
-        # Its greeting is on the way while the registry is asked.
-        channel = link.connect(here, "channel")
-        try:
-            found = registry.call("inspect", Name(name=name))
-            assert isinstance(found, Instance)
-            state = found.row.state
-            if state == "unknown":
-                raise Failure(
-                    12, "state-unknown", f"the state of {name} cannot be observed", state=state
-                )
-            if state != "running":
-                why = f"{name} is {state}; this verb needs running"
-                raise Failure(4, "wrong-state", why, state=state)
-            yield _Guest(found, registry, channel)
-        finally:
-            channel.close()
-    finally:
-        registry.close()
-
-
 def _list(out: Render, name: str) -> None:
     from agent_box.channel.contract import Instance, Terminals
 
-    with _guest(out, name) as guest:
+    with reach(out, name) as guest:
         found = guest.channel.call("terminals", Instance(instance=guest.id))
     assert isinstance(found, Terminals)
     rows = [
@@ -254,8 +147,8 @@ def _list(out: Render, name: str) -> None:
 # ------------------------------------------------------------------------- requests
 
 
-def _attach(
-    guest: _Guest,
+def _request(
+    guest: Guest,
     target: Place,
     user: str,
     *,
@@ -277,37 +170,11 @@ def _attach(
         argv=argv,
         user=user,  # type: ignore[arg-type]
         directory=target.path,
-        environment=_variables(env),
+        environment=variables(env),
         timeout_ms=timeout_ms,
         term=_term(),
         size=Size(rows=rows, columns=columns),
     )
-
-
-def _exec(
-    guest: _Guest,
-    target: Place,
-    user: str,
-    argv: list[bytes],
-    env: list[tuple[str, str]],
-    timeout_ms: int | None,
-) -> Exec:
-    return Exec(
-        instance=guest.id,
-        command=draw(),
-        new=True,
-        stdout=0,
-        stderr=0,
-        argv=argv,
-        user=user,  # type: ignore[arg-type]
-        directory=target.path,
-        environment=_variables(env),
-        timeout_ms=timeout_ms,
-    )
-
-
-def _variables(env: list[tuple[str, str]]) -> list[Variable]:
-    return [Variable(name=name, value=value) for name, value in dict(env).items()]
 
 
 def _term() -> str:
@@ -316,12 +183,6 @@ def _term() -> str:
     if not ours:
         return "dumb"
     return ours if ours in _TERMS else TERM
-
-
-def _default_keys() -> tuple[int, ...]:
-    from agent_box.cli import values
-
-    return values.detach_keys(values.DEFAULT_DETACH_KEYS)
 
 
 def _need_terminal(what: str) -> None:
@@ -337,17 +198,10 @@ class _Detached(Exception):
     """The detach keys were typed."""
 
 
-class _Ended(Exception):
-    """A signal that ends us."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 class _Attached:
     """Our terminal on a terminal in the guest."""
 
-    def __init__(self, guest: _Guest, request: Attach, keys: tuple[int, ...]) -> None:
+    def __init__(self, guest: Guest, request: Attach, keys: tuple[int, ...]) -> None:
         self._guest = guest
         self._request = request
         self._keys = keys
@@ -367,7 +221,7 @@ class _Attached:
                 clean = ended.how in ("exited", "signalled")
             except _Detached:
                 ended = None
-            except _Ended as end:
+            except Signalled as end:
                 name = signal.Signals(end.number).name if end.number < 32 else str(end.number)
                 why = f"ended by {name}; {self._again(session)}"
                 raise Failure(SIGNALLED + end.number, "signalled", why) from None
@@ -382,7 +236,7 @@ class _Attached:
         if ended is None:
             out.progress(f"detached from {guest.name}; {self._again(session)}")
             return 0
-        return _status(ended, guest)
+        return status(ended, guest)
 
     def _again(self, session: TerminalSession) -> str:
         if not session.begun:
@@ -423,7 +277,7 @@ class _TerminalPump(Pump):
 
     def typed(self, data: bytes) -> None:
         if not data:
-            raise _Ended(signal.SIGHUP)
+            raise Signalled(signal.SIGHUP)
         self._typed_at = time.monotonic()
         if not data.startswith(b"\x1b"):  # a person's key, and no report of the terminal's
             self._screen.quiet = False
@@ -445,7 +299,7 @@ class _TerminalPump(Pump):
         elif number == signal.SIGTSTP:
             self._stop()
         else:
-            raise _Ended(number)
+            raise Signalled(number)
 
     def wait_s(self) -> float | None:
         if self._leaves_at is not None:
@@ -510,118 +364,3 @@ class _TerminalPump(Pump):
         if was_raw:
             self._raw.enter()
             self._terminal.resize(*tty.size(1))
-
-
-# -------------------------------------------------------------------------- commands
-
-
-class _Run:
-    """A command with our stdin, stdout and stderr."""
-
-    def __init__(self, guest: _Guest, request: Exec, out: Render) -> None:
-        self._guest = guest
-        self._request = request
-        self._out = out
-
-    def serve(self) -> int:
-        guest, out = self._guest, self._out
-        session = CommandSession(guest.channel, self._request, guest.look)
-        with tty.Signals(FORWARDED) as signals:
-            pump = _CommandPump(session, guest.channel, signals, out)
-            try:
-                ended = pump.run()
-            except NobodyReads:  # as whoever writes to a pipe that nobody reads
-                pump.end_unread()
-                return SIGNALLED + signal.SIGPIPE
-            except _Ended as end:
-                why = "interrupted while nobody could pass the signal on"
-                raise Failure(SIGNALLED + signal.SIGINT, "interrupted", why) from end
-            except Lost as lost:
-                why = f"the connection to {guest.name} is lost: {lost}"
-                raise Failure(LOST, "connection-lost", why) from None
-            finally:
-                session.close()
-                pump.close()
-        code = _status(ended, guest)
-        if out.json:
-            out.end(code, how=ended.how, status=ended.status, signal=ended.signal)
-        return code
-
-
-class _CommandPump(Pump):
-    def __init__(
-        self, session: CommandSession, client: Client, signals: tty.Signals, out: Render
-    ) -> None:
-        super().__init__(session, client, signals, 0)
-        self.sinks = {} if out.json else {1: Sink(1), 2: Sink(2)}
-        self._command = session
-        self._out = out
-        self._sent = {"stdout": 0, "stderr": 0}
-        self._deaf_until: float | None = None
-        # A person's terminal must not be driven; a file or a pipe gets every byte.
-        self._screens = {number: Screen() for number in self.sinks if os.isatty(number)}
-
-    def end_unread(self) -> None:
-        """Tells the command that nobody reads, and lets it end; what it says is dropped."""
-        if self.session.connected and self.session.reply is None:
-            self._deaf_until = time.monotonic() + DEAF_S
-            self.no_input()
-            self._command.signal(signal.SIGPIPE)
-            with suppress(NobodyReads, Lost, Refusal, _Ended):
-                self.run()
-
-    def wait_s(self) -> float | None:
-        if self._deaf_until is None:
-            return None
-        return max(0.0, self._deaf_until - time.monotonic())
-
-    def tick(self) -> None:
-        if self._deaf_until is not None and time.monotonic() >= self._deaf_until:
-            raise NobodyReads
-
-    def typed(self, data: bytes) -> None:
-        if data:
-            self.session.input.put(data)
-        else:
-            self._command.finish()
-
-    def shown(self, source: int, data: bytes) -> None:
-        if self._deaf_until is not None:
-            return
-        if self._out.json:
-            self._tell(source, data)
-            return
-        screen = self._screens.get(source)
-        self.put(source, data if screen is None else screen.feed(data))
-
-    def signalled(self, number: int) -> None:
-        if not self.session.connected or self.session.reply is not None:
-            raise _Ended(number)
-        self._command.signal(number)
-
-    def _tell(self, source: int, data: bytes) -> None:
-        from base64 import b64encode
-
-        name = "stdout" if source == 1 else "stderr"
-        text = b64encode(data).decode()
-        try:
-            self._out.item("output", {"source": name, "offset": self._sent[name], "data": text})
-        except ReaderGone:
-            raise NobodyReads from None
-        self._sent[name] += len(data)
-
-
-# ------------------------------------------------------------------------------- end
-
-
-def _status(ended: Ended, guest: _Guest) -> int:
-    """The exit code. Raises Failure: the end was not the program's own."""
-    if ended.how == "exited":
-        return (ended.status or 0) & 0xFF
-    if ended.how == "signalled":
-        return SIGNALLED + ((ended.signal or 0) & 0x7F)
-    if ended.how == "timed-out":
-        raise Failure(TIMED_OUT, "timed-out", "the time is over, and the command was ended")
-    if ended.how == "taken":
-        raise Failure(1, "taken", "another attach has taken this terminal over")
-    raise guest.ended()

@@ -335,7 +335,7 @@ VERBS: Final[tuple[Verb, ...]] = (
                 "CMD", values.argument, "the command and its arguments", dest="command", many=True
             ),
         ),
-        body="terminal:exec_command",
+        body="command:exec_command",
         streams="always",
         detail=(
             "Exits with the status of the command, or 128 plus the signal that ended it; stdin, "

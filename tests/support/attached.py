@@ -36,6 +36,27 @@ from agent_box.process.paths import ROLES, RUNTIME_LOCK
 from agent_box.registry.contract import CONTRACT, Instance, Name
 
 LIMIT_S = 60.0  # only ends a test that hangs
+# Puts its terminal in raw mode, says so, and shows each byte that comes as two hex digits.
+HEX = """
+import os, sys, termios, tty
+tty.setraw(0)
+os.write(1, b"ready\\r\\n")
+while True:
+    for byte in os.read(0, 65536):
+        os.write(1, b"%02x " % byte)
+"""
+# The same, but shows the hash of so many bytes.
+HASH = """
+import hashlib, os, sys, tty
+tty.setraw(0)
+os.write(1, b"ready\\r\\n")
+left, made = int(sys.argv[1]), hashlib.sha256()
+while left:
+    piece = os.read(0, min(left, 65536))
+    made.update(piece)
+    left -= len(piece)
+os.write(1, made.hexdigest().encode() + b"\\r\\n")
+"""
 
 
 def filled(kind: Any, **given: Any) -> Any:
@@ -298,3 +319,17 @@ class Person:
         self._err.close()
         os.close(self.master)
         os.close(self._slave)
+
+
+def resting(pid: int) -> int:
+    """Its memory, KiB, once it has used no time for a moment."""
+
+    def used() -> list[str]:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+
+    before = used()
+    time.sleep(0.3)  # it does nothing only if it does nothing for a while
+    if used() != before:
+        return 0
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])

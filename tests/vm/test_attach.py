@@ -14,33 +14,13 @@ from collections.abc import Iterator
 
 import pytest
 from support import cli
-from support.attached import Person
+from support.attached import HASH, HEX, Person
 from support.drawn import Drawn
 from support.until import until
 from support.vm import Machines
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
 
-# What comes in, in hex; and the hash of so many bytes that come in.
-HEX = """
-import os, tty
-tty.setraw(0)
-os.write(1, b"ready\\r\\n")
-while True:
-    for byte in os.read(0, 65536):
-        os.write(1, b"%02x " % byte)
-"""
-HASH = """
-import hashlib, os, sys, tty
-tty.setraw(0)
-os.write(1, b"ready\\r\\n")
-left, made = int(sys.argv[1]), hashlib.sha256()
-while left:
-    data = os.read(0, left)
-    left -= len(data)
-    made.update(data)
-print(made.hexdigest(), end="\\r\\n", flush=True)
-"""
 LINES = "for n in $(seq 1 {}); do echo line $n; done"
 
 
