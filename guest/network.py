@@ -202,7 +202,7 @@ class Pump:
             at += 4 + size
         self._filled = end - at
         if at and self._filled:
-            view[: self._filled] = bytes(view[at:end])
+            view[: self._filled] = view[at:end]
 
     def _write(self, frame: memoryview | bytes) -> None:
         try:

@@ -21,7 +21,7 @@ FORWARD: Final = 3
 
 _NOW_AND_HARD: Final = struct.pack("ii", 1, 0)  # SO_LINGER: close sends RST
 _PIECES: Final = 64  # in one sendmsg upstream
-_READS: Final = 4  # of 64 KiB from one flow before others have their turn
+_POURED: Final = 7  # segments read at once from an upstream that has filled one already
 _ACK_S: Final = 0.001  # what an ACK waits for an answer of upstream's that it may go with
 HIGH: Final = 512 << 10  # queued for the link: then upstream waits
 
@@ -287,38 +287,56 @@ class Relay:
                 return False
         if flow.eof or not flow.readable:
             return False
-        sock = flow.sock
-        for _ in range(_READS):
-            room = flow.room()
-            if not room:
-                return False
-            slot = wire.slot()
-            try:
-                count = sock.recv_into(slot, room)
-            except BlockingIOError:
+        room = flow.room()
+        if not room:
+            return False
+        slot = wire.slot()
+        count = self._read(flow, [slot[:room]])
+        if not count:
+            wire.give_back(slot)
+            return False
+        flow.send(slot, count)
+        filled = count == room
+        segment = flow.segment
+        if count == segment and wire.queued < HIGH and (many := flow.whole(_POURED)):
+            slots = [wire.slot() for _ in range(many)]
+            count = self._read(flow, [slot[:segment] for slot in slots])
+            filled = count == many * segment
+            whole, rest = divmod(count, segment)
+            if whole:
+                flow.send_whole(slots[:whole])
+            if rest:
+                flow.send(slots[whole], rest)
+                whole += 1
+            for slot in slots[whole:]:
                 wire.give_back(slot)
-                flow.readable = False
-                return False
-            except OSError:
-                wire.give_back(slot)
+        return filled or flow.unsure
+
+    def _read(self, flow: Flow, views: list[memoryview]) -> int:
+        """Reads from upstream. 0: there is nothing now, or never again, which is seen to."""
+        assert flow.sock is not None
+        try:
+            if len(views) == 1:
+                count = flow.sock.recv_into(views[0])
+            else:
+                count = flow.sock.recvmsg_into(views)[0]
+        except BlockingIOError:
+            flow.readable = False
+            return 0
+        except OSError:
+            self.reset(flow)
+            return 0
+        if not count:
+            if flow.broken:
                 self.reset(flow)
-                return False
-            if not count:
-                wire.give_back(slot)
-                if flow.broken:
-                    self.reset(flow)
-                    return False
+            else:
                 flow.eof = True
                 flow.finish()
-                return False
-            self.bytes_down += count
-            flow.send(slot, count)
-            if count < room and not flow.unsure:
-                flow.readable = False  # see `poller.Handler`
-                return False
-            if wire.queued >= HIGH:
-                return True
-        return True
+            return 0
+        self.bytes_down += count
+        if not flow.unsure and count < sum(map(len, views)):
+            flow.readable = False  # see `poller.Handler`
+        return count
 
     # -- ends
 

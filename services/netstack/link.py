@@ -103,6 +103,9 @@ class Link:
                 except OSError as error:
                     raise LinkBroken(f"the link to the guest broke: {error}") from None
                 wire.queued -= sent
+                if not wire.queued:
+                    start = len(out)
+                    break
                 for buffer in batch:
                     size = len(buffer)
                     if sent < size:

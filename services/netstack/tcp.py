@@ -25,6 +25,7 @@ from agent_box.netstack.packet import (
     HEAD,
     IP_MAX,
     IP_TCP,
+    LENGTH,
     MTU,
     PSH,
     RST,
@@ -68,6 +69,7 @@ BURST: Final = 512 << 10  # sent again at once after a loss; more as it is ackno
 _M: Final = 0xFFFFFFFF
 _HALF: Final = 0x80000000
 _SCALE_UNIT: Final = 1 << SCALE
+_SEQ: Final = LENGTH + VNET + 20 + 4  # where a frame has its sequence number
 
 
 class Tcp:
@@ -163,6 +165,45 @@ class Tcp:
                 self._set_timer()  # nothing under way will bring the window: ask for it
             return 0
         return free if free < self.segment else self.segment
+
+    def whole(self, most: int) -> int:
+        """How many segments of full size may be sent now, at most so many, when `room` said that
+        there is room.
+        """
+        wire = self.wire
+        if wire.kept >= wire.memory:
+            return 0
+        free = min(self.snd_wnd, wire.sending) - ((self.snd_nxt - self.snd_una) & _M)
+        return min(free // self.segment, KEPT_MAX - len(self._rtx or ()), most)
+
+    def send_whole(self, slots: list[memoryview]) -> None:
+        """Sends segments of full size, each the first bytes of a slot, as `send` does.
+
+        They differ in their sequence numbers only, so their headers are made once.
+        """
+        segment = self.segment
+        wire = self.wire
+        out = wire.out
+        first = seq = self.snd_nxt
+        if self._rtx is None:
+            self._rtx = []
+        head = self._head(seq, ACK | PSH, segment)
+        before, after = head[:_SEQ], head[_SEQ + 4 :]
+        for slot in slots:
+            end = (seq + segment) & _M
+            data = slot[:segment]
+            self._rtx.append((seq, end, data, slot))
+            head = before + seq.to_bytes(4, "big") + after
+            out += (head, data)
+            if wire.tap is not None:
+                wire.tap(head[14:] + bytes(data))
+            seq = end
+        self.snd_nxt = seq
+        wire.queued += (len(head) + segment) * len(slots)
+        wire.kept += cost(segment, slots[0]) * len(slots)
+        if first == self.snd_una:
+            self._set_timer()
+        self.heard = wire.now
 
     def send(self, slot: memoryview, length: int) -> None:
         """Sends the first bytes of a slot, which is given back once they are acknowledged."""
@@ -556,6 +597,17 @@ class Tcp:
         self, seq: int, flags: int, payload: memoryview | bytes = b"", options: bytes = b""
     ) -> None:
         length = len(payload)
+        head = self._head(seq, flags, length, options)
+        wire = self.wire
+        wire.out.append(head)
+        wire.queued += len(head) + length
+        if length:
+            wire.out.append(payload)
+        if wire.tap is not None:
+            wire.tap(head[14:] + bytes(payload))
+
+    def _head(self, seq: int, flags: int, length: int, options: bytes = b"") -> bytes:
+        """All of a frame before its data, which is to be sent next: it shows the window."""
         header = 20 + len(options)
         total = 20 + header + length
         free = self._free()
@@ -573,7 +625,7 @@ class Tcp:
         pseudo = fold(self._pseudo + header + length)
         split = length > self.mss
         key = self.key
-        head = (
+        return (
             HEAD.pack(VNET + total, 1, split, 20 + header, self.mss if split else 0, 20, 16)
             + IP_TCP.pack(
                 0x45, 0, total, 0, 0x4000, 64, TCP, ip_sum, key[4:8], key[0:4],
@@ -582,10 +634,3 @@ class Tcp:
             )
             + options
         )  # fmt: skip
-        wire = self.wire
-        wire.out.append(head)
-        wire.queued += len(head) + length
-        if length:
-            wire.out.append(payload)
-        if wire.tap is not None:
-            wire.tap(head[14:] + bytes(payload))

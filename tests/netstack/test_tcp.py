@@ -99,6 +99,14 @@ class Play:
         slot[: len(data)] = data
         self.tcp.send(slot, len(data))
 
+    def send_whole(self, data: bytes) -> None:
+        """Of segments of full size."""
+        slots = []
+        for at in range(0, len(data), self.tcp.segment):
+            slots.append(self.wire.slot())
+            slots[-1][: self.tcp.segment] = data[at : at + self.tcp.segment]
+        self.tcp.send_whole(slots)
+
     def open(self) -> Play:
         self.tcp.called(self.seq, self.mss, self.scale)
         self.seq = (self.seq + 1) & M
@@ -558,6 +566,45 @@ def test_small_data_does_not_hold_a_slot_and_pieces_are_bounded() -> None:
     assert len(play.wire.slots) >= 1
 
 
+@pytest.mark.parametrize("mss", [1460, 40000, MSS])
+def test_segments_sent_together_are_as_those_sent_one_by_one(mss: int) -> None:
+    together, alone = (Play(mss=mss, scale=7, window=1 << 14).open() for _ in range(2))
+    taps: list[list[bytes]] = [[], []]
+    segment = together.tcp.segment
+    assert together.tcp.whole(9) == 9 and together.tcp.whole(100) == (1 << 21) // segment
+    for number, play in enumerate((together, alone)):
+        play.wire.tap = taps[number].append
+    data = random.Random(1).randbytes(5 * segment)
+    together.send_whole(data)
+    for at in range(0, len(data), segment):
+        alone.send(data[at : at + segment])
+    assert taps[0] == taps[1] and len(taps[0]) == 5
+    assert together.wire.kept == alone.wire.kept
+    assert together.tcp.deadline == alone.tcp.deadline < inf
+    sent = together.frames()
+    assert b"".join(bytes(each.payload) for each in sent) == data
+    assert sent == alone.frames()
+    machine_invariants(together.tcp)
+    together.guest(ack=together.ack + 2 * segment)
+    assert together.tcp.whole(100) == ((1 << 21) - 3 * segment) // segment
+    together.guest(ack=together.ack + 5 * segment)
+    assert together.wire.kept == 0 and together.tcp.deadline is inf
+
+
+def test_no_more_segments_together_than_there_is_room_for() -> None:
+    play = Play(window=65535, scale=None).open()
+    assert play.tcp.whole(7) == 1
+    play.send(b"x" * 100)
+    assert play.tcp.whole(7) == 0
+    play = Play(mss=64, scale=14, window=65535).open()
+    play.wire.kept = play.wire.memory
+    assert play.tcp.whole(7) == 0
+    play.wire.kept = 0
+    for _ in range(tcp.KEPT_MAX - 2):
+        play.send(b"x")
+    assert play.tcp.whole(7) == 2
+
+
 def test_a_new_way_to_the_guest_is_tried_at_once() -> None:
     play = Play().open()
     play.send(b"x" * (SMALL + 1))
@@ -617,7 +664,11 @@ def _fuzz(rounds: int, seed: int) -> int:
                 action = rng.random()
                 if action < 0.4:
                     room = machine.room()
-                    if room:
+                    many = machine.whole(7) if room else 0
+                    if many and action < 0.1:
+                        play.send_whole(bytes(many * machine.segment))
+                        upstream += many * machine.segment
+                    elif room:
                         size = rng.randrange(1, min(room, 65535) + 1)
                         play.send(bytes(size))
                         upstream += size
@@ -667,8 +718,13 @@ def _lossy(seed: int, loss: float) -> None:
             break
         machine = sender.tcp
         while at < len(data) and (room := machine.room()):
-            size = min(room, rng.randrange(1, 30000), len(data) - at)
-            sender.send(data[at : at + size])
+            many = min(machine.whole(7), (len(data) - at) // machine.segment)
+            if many and rng.random() < 0.3:
+                size = many * machine.segment
+                sender.send_whole(data[at : at + size])
+            else:
+                size = min(room, rng.randrange(1, 30000), len(data) - at)
+                sender.send(data[at : at + size])
             at += size
         if at == len(data):
             machine.finish()
