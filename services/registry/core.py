@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -55,26 +55,9 @@ from agent_box.registry.commands import (
     WasRemoved,
 )
 from agent_box.registry.journal import Fact, New
+from agent_box.registry.notes import Notes
 from agent_box.registry.record import Record
 from agent_box.registry.states import LIVE, OBSERVABLE, Answer, Cause, State, Verb, ask, move, needs
-
-# Who may speak for which source. An operator's claims are no events.
-MAY_SAY: Final[dict[str, frozenset[str]]] = {
-    "engine": frozenset({"host-observed"}),
-    "netstack": frozenset({"host-observed"}),
-    "broker": frozenset({"host-observed"}),
-    "channel": frozenset({"host-observed", "guest-channel", "agent-reported"}),
-    "supervisor": frozenset({"host-observed"}),
-}
-NOTES_BURST: Final = 1_000  # of one instance by one service
-NOTES_PER_S: Final = 20
-
-
-@dataclass
-class _Quota:
-    left: float
-    at_ms: int
-    dropped: int
 
 
 @dataclass(frozen=True)
@@ -100,11 +83,10 @@ class Core:
 
     def __init__(self, kinds: Mapping[str, frozenset[str]]) -> None:
         """Args: kinds: by role, the kinds of event that its contract declares."""
-        self._kinds = kinds
         self._records: dict[str, Record] = {}
         self._ids: dict[str, str] = {}  # by name
         self._problems: dict[str, str] = {}  # by name or id
-        self._quotas: dict[tuple[str, str], _Quota] = {}
+        self._notes = Notes(kinds)
         self.seen: dict[str, engine.Observed] = {}
         self.absent: set[str] = set()
         # Those of which netstack may not know what is on record.
@@ -505,8 +487,7 @@ class Core:
             del self._ids[record.name]
         self.seen.pop(record.id, None)
         self.absent.discard(record.id)
-        for key in [key for key in self._quotas if key[1] == record.id]:
-            del self._quotas[key]
+        self._notes.forget(record.id)
 
     def _settle(self, record: Record, there: engine.Observed | None) -> Plan[None]:
         """Takes in what the engine sees of one instance, and follows it where it differs. A
@@ -675,66 +656,20 @@ class Core:
             generation=record.policy.generation,
         )
 
-    # -------------------------------------------------------------------------- notes
-
     def note(self, caller: str, untrusted: api.Note, *, now_ms: int) -> tuple[New, ...]:
-        """The event of another service as it is written down, and one that tells of those that
-        were dropped before it.
+        """The events that a note of another service comes to.
 
         Raises:
             Refusal: it may not say that, or it says too much.
         """
-        if untrusted.source not in MAY_SAY.get(caller, frozenset()):
-            raise Refusal(Reason.DENIED, f"{caller} may not speak for {untrusted.source}")
-        if untrusted.kind not in self._kinds.get(caller, frozenset()):
-            raise Refusal(Reason.BAD_REQUEST, f"{caller} declares no event {untrusted.kind[:64]!r}")
-        if len(untrusted.event_id) != 16:
-            raise Refusal(Reason.BAD_REQUEST, "an event id has 16 bytes")
+        self._notes.allowed(caller, untrusted)
         record = None
         if untrusted.instance is not None:
             record = self._records.get(untrusted.instance)
             if record is None:
                 raise Refusal(Reason.NOT_FOUND, "there is no instance of that id")
-        new = New(
-            kind=untrusted.kind,
-            by=caller,
-            source=untrusted.source,
-            instance=untrusted.instance,
-            name=None if record is None else record.name,
-            facts=untrusted.facts,
-        )
-        try:
-            journal.check(new)
-        except journal.BadEvent as error:
-            raise Refusal(Reason.BAD_REQUEST, f"the event is refused: {error}") from None
-        dropped = self._take(caller, untrusted.instance or "", now_ms)
-        if not dropped:
-            return (new,)
-        told = New(
-            kind="notes-dropped",
-            by=journal.REGISTRY,
-            source="host-observed",
-            instance=new.instance,
-            name=new.name,
-            facts={"caller": caller, "dropped": dropped},
-        )
-        return (told, new)
-
-    def _take(self, caller: str, instance: str, now_ms: int) -> int:
-        """Takes one of what may be noted; returns how many were dropped since the last one.
-
-        A guest can cause events as fast as it likes. Without a bound it would push the
-        history of all others out of the journal.
-        """
-        quota = self._quotas.setdefault((caller, instance), _Quota(NOTES_BURST, now_ms, 0))
-        gained = max(0, now_ms - quota.at_ms) * NOTES_PER_S / 1000
-        quota.left, quota.at_ms = min(NOTES_BURST, quota.left + gained), now_ms
-        if quota.left < 1:
-            quota.dropped += 1
-            raise Refusal(Reason.EXHAUSTED, f"{caller} notes too much of one instance")
-        quota.left -= 1
-        dropped, quota.dropped = quota.dropped, 0
-        return dropped
+        name = None if record is None else record.name
+        return self._notes.events(caller, untrusted, name, now_ms=now_ms)
 
     # -------------------------------------------------------------------------- below
 
