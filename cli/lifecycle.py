@@ -71,7 +71,7 @@ def remove(out: Render, name: str) -> None:
     _done(out, "delete", name, Delete(name=name, force=True))
 
 
-def bring_up(out: Render, name: str, *, within_s: float) -> None:
+def bring_up(out: Render, name: str, *, within_s: float | None) -> None:
     """As ``start``, without an answer of its own, and for no longer than that.
 
     Raises:

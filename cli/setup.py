@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 UNIT: Final = "agent-box.service"
 SYSTEMD: Final = Path("/run/systemd/system")  # there when systemd runs (sd_booted(3))
 SYSTEMCTL_S: Final = 30.0
-PROBE_S: Final = 60.0  # KVM has a guest ready in three seconds; a host may be busy
+PROBE_S: Final = {"kvm": 60.0, "tcg": None}  # seconds; None: as long as any start may take
 PROBE_MEMORY: Final = 256 << 20
 PROBE_DISK: Final = 64 << 20
 _TEXT: Final = """\
@@ -52,7 +52,7 @@ WantedBy=default.target
 _KEPT: Final = ("AGENT_BOX_CONFIG", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
 
 
-def setup(out: Render, *, system: bool, user: str | None, no_pull: bool) -> None:
+def setup(out: Render, *, system: bool, user: str | None, no_pull: bool, no_unit: bool) -> None:
     """Directories, the user unit, the image, the accelerator by a guest that really ran, and
     doctor's report."""
     if system:
@@ -67,7 +67,7 @@ def setup(out: Render, *, system: bool, user: str | None, no_pull: bool) -> None
     config = load(here.config)
     here.paths.make()
     out.progress(f"state directory: {here.paths.state}")
-    unit = _install_unit(out, os.environ)
+    unit = None if no_unit else _install_unit(out, os.environ)
     image = _image(out, here, config, build=not no_pull)
     accel = _accelerator(out, here, config, image)
     lines = list(doctor.report(os.environ))
@@ -250,25 +250,31 @@ def _accelerator(
     if named is not None:
         out.progress(f"accelerator: {named}, as the config says")
         return {"accel": named, "by": "config", "why": None}
-    before = chosen.read(chosen.file(here.paths))
+    choice = chosen.file(here.paths)
+    before = chosen.read(choice)
     if image is None:
         out.progress("accelerator: not tried, there is no image to run")
         return None if before is None else {"accel": before, "by": "setup", "why": None}
     why = _no_kvm()
     tried: list[Accel] = ["tcg"] if why is not None else ["kvm", "tcg"]
-    for accel in tried:
-        out.progress(f"accelerator: running a guest with {accel} ...")
-        chosen.write(chosen.file(here.paths), accel)
-        problem = _runs(out)
-        if problem is None:
-            told = f", because with kvm: {why}" if why is not None else ""
-            out.progress(f"accelerator: {accel}{told}")
-            return {"accel": accel, "by": "setup", "why": why}
-        why = problem if why is None else f"{why}; {problem}"
-    if before is None:
-        chosen.file(here.paths).unlink()
-    else:
-        chosen.write(chosen.file(here.paths), before)
+    works = False
+    try:
+        for accel in tried:
+            out.progress(f"accelerator: running a guest with {accel} ...")
+            chosen.write(choice, accel)  # where the engine looks when it starts that guest
+            problem = _runs(out, PROBE_S[accel])
+            if problem is None:
+                works = True
+                told = f", because with kvm: {why}" if why is not None else ""
+                out.progress(f"accelerator: {accel}{told}")
+                return {"accel": accel, "by": "setup", "why": why}
+            why = problem if why is None else f"{why}; {problem}"
+    finally:
+        if not works:  # nor did it when we are interrupted
+            if before is None:
+                choice.unlink(missing_ok=True)
+            else:
+                chosen.write(choice, before)
     raise Failure(10, "engine-unavailable", f"no guest starts on this host: {why}")
 
 
@@ -281,7 +287,7 @@ def _no_kvm() -> str | None:
     return None
 
 
-def _runs(out: Render) -> str | None:
+def _runs(out: Render, within_s: float | None) -> str | None:
     """Starts a guest of its own and removes it; None, or why it did not come up."""
     from agent_box.bus.errors import Refusal
 
@@ -290,7 +296,7 @@ def _runs(out: Render) -> str | None:
     try:
         instances.make(quiet, name, profile=None, cpus=1, memory=PROBE_MEMORY, disk=PROBE_DISK)
         try:
-            lifecycle.bring_up(quiet, name, within_s=PROBE_S)
+            lifecycle.bring_up(quiet, name, within_s=within_s)
         finally:
             lifecycle.remove(quiet, name)
     except (Refusal, Failure) as error:

@@ -163,8 +163,9 @@ def _uninstall(given: Mapping[str, Any]) -> None:
 def _setup(given: Mapping[str, Any]) -> None:
     if given["user"] is not None and not given["system"]:
         raise Usage("setup: --user goes with --system")
-    if given["no_pull"] and given["system"]:
-        raise Usage("setup: --no-pull is of the user part")
+    for flag in ("no_pull", "no_unit"):
+        if given[flag] and given["system"]:
+            raise Usage(f"setup: --{flag.replace('_', '-')} is of the user part")
 
 
 # ------------------------------------------------------------------- the table
@@ -578,6 +579,7 @@ VERBS: Final[tuple[Verb, ...]] = (
             switch("--system", "the part that needs root; not built yet"),
             option("--user", "NAME", values.line, "the operator, with --system"),
             switch("--no-pull", "do not make an image when there is none"),
+            switch("--no-unit", "no systemd user unit: verbs start the daemon on demand"),
         ),
         body="setup:setup",
         check=_setup,

@@ -10,32 +10,40 @@ operator's own agent-box is touched.
 from __future__ import annotations
 
 import argparse
-import base64
 import datetime
+import getpass
 import ipaddress
 import json
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import search
+
 HERE: Final = Path(__file__).resolve().parent
 NAME: Final = "demo"
-PIECE: Final = 16 << 20  # bytes that are looked into at once
 REPOSITORY: Final = "demo/hello"
 BRANCH: Final = "agent-box/demo/greeting"  # below the namespace of the instance
 BINARY: Final = Path(sys.executable).with_name("agent-box")
+FRESH: Final = Path(sys.prefix) / "fresh"  # there until this version has had its images
+WRAPPER: Final = """\
+#!/bin/sh
+# agent-box as the quickstart has it; root goes on as the account that it belongs to.
+[ "$(id -u)" != 0 ] || exec runuser -u {account} -- "$0" "$@"
+export HOME={home} XDG_CONFIG_HOME={config} XDG_STATE_HOME={state} XDG_RUNTIME_DIR={runtime}
+exec {program} "$@"
+"""
 CONFIG: Final = """\
 version = 1
 
-[engine]
-{accel}
 [defaults]
 profile = "demo"
 
@@ -118,7 +126,6 @@ class Demo:
         for name, value in os.environ.items():
             if name.lower() in ("http_proxy", "https_proxy", "no_proxy") or name.startswith("npm_"):
                 self.env[name] = value
-        self.ports = 0, 0
         self.began = time.monotonic()
 
     def _runtime(self) -> str:
@@ -127,8 +134,9 @@ class Demo:
 
     # ------------------------------------------------------------------ the steps
 
-    def show(self, *, fresh: bool) -> None:
+    def show(self) -> None:
         """Raises Failed."""
+        self._wrapper()
         files = self._keys()
         keys = {name: Path(file).read_text().strip() for name, file in files.items()}
         if self.key is not None:
@@ -139,11 +147,9 @@ class Demo:
             self._server("scripted_model.py", *model_words) as model,
             self._server("local_forge.py", *forge_words) as forge,
         ):
-            self.ports = model, forge
-            self._configure(*self.ports)
-            if fresh:  # services of the version before may still run
-                subprocess.run([BINARY, "daemon", "--stop"], env=self.env, check=False)
+            self._configure(model, forge)
             self._images()
+            self._accelerator()
             self._instance(keys)
             self._job(forge)
             self._results(keys)
@@ -153,10 +159,20 @@ class Demo:
         held = self.verb("image", "list")
         if not any(image["variant"] == "base" for image in held["images"]):
             self.run("image", "build", "base", "--harness", self.harness)
-            return
-        self.run("image", "build", "base", "--guest")  # the guest's code may have changed
-        if not any(layer["harness"] == self.harness for layer in held["layers"]):
-            self.run("image", "build", "--harness", self.harness)
+        else:
+            if FRESH.exists():  # the guest's code may have changed
+                self.run("image", "build", "base", "--guest")
+            if not any(layer["harness"] == self.harness for layer in held["layers"]):
+                self.run("image", "build", "--harness", self.harness)
+        if FRESH.exists():
+            self.verb("daemon", "--stop")  # services of the version before may still run
+            FRESH.unlink()
+
+    def _accelerator(self) -> None:
+        """Found once; a /dev/kvm that opens may still run no guest."""
+        if not (self.base / "state/agent-box/services/engine/chosen.toml").exists():
+            self.say("accelerator: found by running a guest")
+            self.verb("setup", "--no-pull", "--no-unit")
 
     def _instance(self, keys: dict[str, str]) -> None:
         self.say("credentials: into the store, from stdin")
@@ -168,22 +184,7 @@ class Demo:
             self.verb("delete", NAME, "--force")
         self.say("instance: create and start")
         self.verb("create", NAME)
-        try:
-            self.run("start", NAME)
-        except Failed:
-            if self._accel() != "kvm":
-                raise
-            self.say("KVM runs no guest on this host: emulated from now on, which is slower")
-            (self.base / "emulated").touch()
-            self._configure(*self.ports)
-            self.verb("stop", NAME, "--grace", "0")
-            subprocess.run([BINARY, "daemon", "--stop"], env=self.env, check=False)
-            self.run("start", NAME)
-
-    def _accel(self) -> str:
-        """What the config names: a /dev/kvm that opens may still run no guest."""
-        opens = os.access("/dev/kvm", os.R_OK | os.W_OK)
-        return "kvm" if opens and not (self.base / "emulated").exists() else "tcg"
+        self.run("start", NAME)
 
     def _job(self, forge: int) -> None:
         by = "a SCRIPTED model on this machine" if self.key is None else self.upstream
@@ -230,7 +231,7 @@ class Demo:
         The two that may have it, the store and the broker, are the two whose memory nobody may
         read; what the store keeps in files is sealed, and is looked into as well.
         """
-        forms = {form: name for name, secret in keys.items() for form in _forms(secret.encode())}
+        forms = {f: name for name, key in keys.items() for f in search.forms(key.encode())}
         looked = 0
         for root in (self.base / "state", self.base / "config", Path(self.env["XDG_RUNTIME_DIR"])):
             for directory, below, names in os.walk(root):
@@ -239,15 +240,38 @@ class Demo:
                 for file in (Path(directory) / each for each in names):
                     if file.is_file() and not file.is_symlink():
                         looked += 1
-                        if form := _holds(_written(file), forms):
+                        if form := search.holds(search.written(file), forms):
                             raise Failed(f"the credential {forms[form]} is in {file}")
         started = [e for e in self._events() if e["kind"] == "vmm-started"]
-        if form := _holds(_memory(started[-1]["facts"]["pid"]), forms):
+        if form := search.holds(search.memory(started[-1]["facts"]["pid"]), forms):
             raise Failed(f"the credential {forms[form]} is in the memory of the machine")
         for name in keys:
             print(
                 f"  {name}: not in the machine's memory, not in {looked} files, its disk among them"
             )
+
+    # ------------------------------------------------------------------ before and after
+
+    def _wrapper(self) -> None:
+        program = self.base / "agent-box"
+        program.write_text(
+            WRAPPER.format(
+                account=getpass.getuser(),
+                program=shlex.quote(str(BINARY)),
+                home=shlex.quote(self.env["HOME"]),
+                config=shlex.quote(self.env["XDG_CONFIG_HOME"]),
+                state=shlex.quote(self.env["XDG_STATE_HOME"]),
+                runtime=shlex.quote(self.env["XDG_RUNTIME_DIR"]),
+            )
+        )
+        program.chmod(0o700)
+
+    def remove(self) -> None:
+        """All of it, the program too. Raises Failed."""
+        self.run("uninstall", "--delete-instances", "--purge")
+        shutil.rmtree(self.base)
+        shutil.rmtree(self.env["XDG_RUNTIME_DIR"])
+        print(f"removed: {self.base}")
 
     # ------------------------------------------------------------------ what stands in
 
@@ -338,7 +362,6 @@ class Demo:
         return str(cert), str(file)
 
     def _configure(self, model: int, forge: int) -> None:
-        accel = f'accel = "{self._accel()}"\n'
         upstream, trust = f"https://127.0.0.1:{model}", LOOPBACK
         if self.key is not None:
             upstream, trust = self.upstream, ""
@@ -346,7 +369,7 @@ class Demo:
                 shutil.copy(self.ca_file, self.base / "config/agent-box/upstream.pem")
                 trust = 'ca_file = "upstream.pem"\nallow_reserved = true\n'
         text = CONFIG.format(
-            accel=accel, harness=self.harness, kind=self.kind, upstream=upstream, trust=trust,
+            harness=self.harness, kind=self.kind, upstream=upstream, trust=trust,
             forge=forge, repository=REPOSITORY,
         )  # fmt: skip
         (self.base / "config/agent-box/config.toml").write_text(text)
@@ -379,64 +402,10 @@ class Failed(Exception):
     """One line."""
 
 
-def _forms(secret: bytes) -> list[bytes]:
-    """As it is, and in base64 wherever in a text it begins."""
-    return [secret, *(base64.b64encode(bytes(n) + secret)[4:-4] for n in range(3))]
-
-
-def _holds(pieces: Iterator[bytes], forms: Iterable[bytes]) -> bytes | None:
-    """The first of the forms that is there."""
-    overlap = max(map(len, forms))
-    tail = b""
-    for piece in pieces:
-        whole = tail + piece
-        for form in forms:
-            if form in whole:
-                return form
-        tail = whole[-overlap:]
-    return None
-
-
-def _written(file: Path) -> Iterator[bytes]:
-    """The file without its holes: a disk is mostly one."""
-    with file.open("rb", buffering=0) as opened:
-        at, end = 0, os.fstat(opened.fileno()).st_size
-        while at < end:
-            try:
-                at = os.lseek(opened.fileno(), at, os.SEEK_DATA)
-            except OSError:
-                return  # nothing more was written
-            piece = opened.read(PIECE)
-            at += len(piece)
-            if not piece:
-                return
-            yield piece
-
-
-def _memory(pid: int) -> Iterator[bytes]:
-    """All that the process can write; its account may read it."""
-    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-        for line in maps:
-            span, mode, *_ = line.split()
-            if not mode.startswith("rw"):
-                continue
-            at, end = (int(each, 16) for each in span.split("-"))
-            while at < end:
-                try:
-                    memory.seek(at)
-                    piece = memory.read(min(PIECE, end - at))
-                except OSError:
-                    break  # a device's
-                if not piece:
-                    break
-                at += len(piece)
-                yield piece
-
-
 def _given() -> tuple[Demo, bool]:
-    """Raises Failed: stdin brings no key."""
+    """Whether it is to be removed, too. Raises Failed: stdin brings no key."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--remove", action="store_true")
     parser.add_argument("--provider", choices=sorted(PROVIDERS))
     parser.add_argument("--upstream")
     parser.add_argument("--ca-file", type=Path)
@@ -446,20 +415,23 @@ def _given() -> tuple[Demo, bool]:
         key = sys.stdin.readline().strip()
         if not key or not key.isprintable() or " " in key:
             raise Failed("--provider: the first line of stdin must be the key")
-    return Demo(given.provider, key, given.upstream, given.ca_file), given.fresh
+    return Demo(given.provider, key, given.upstream, given.ca_file), given.remove
 
 
 def main() -> int:
     try:
-        demo, fresh = _given()
-        demo.show(fresh=fresh)
+        demo, remove = _given()
+        if remove:
+            demo.remove()
+            return 0
+        demo.show()
     except Failed as failed:
         print(f"deploy/quickstart: {failed}", file=sys.stderr)
         return 1
-    demo.say("done. To look around, or to end what runs:")
-    names = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR")
-    print("export", *(f"{name}={demo.env[name]}" for name in names))
-    print(f"{BINARY} attach {NAME} --shell    # or logs, usage, doctor; daemon --stop ends all")
+    demo.say("done. The machine runs on, and this is its agent-box:")
+    program = demo.base / "agent-box"
+    print(f"{program} attach {NAME} --shell    # or logs, usage, doctor; daemon --stop")
+    print("deploy/quickstart --remove    # ends and removes all of it")
     return 0
 
 

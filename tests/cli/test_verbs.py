@@ -86,9 +86,10 @@ NONE: dict[str, Any] = {}
     ("line", "given"),
     [
         # the table of verbs
-        ("setup", {"system": False, "user": None, "no_pull": False}),
+        ("setup", {"system": False, "user": None, "no_pull": False, "no_unit": False}),
         ("setup --system --user joe", {"system": True, "user": "joe"}),
         ("setup --no-pull", {"no_pull": True}),
+        ("setup --no-unit", {"no_unit": True}),
         ("uninstall", {"system": False, "purge": False, "delete_instances": False}),
         ("uninstall --purge --delete-instances", {"purge": True, "delete_instances": True}),
         ("uninstall --system", {"system": True}),
@@ -398,6 +399,7 @@ def test_a_bad_name(verb: str, name: str) -> None:
         ("service restart vmm", "service restart: NAME must be one of registry"),
         ("setup --user joe", "setup: --user goes with --system"),
         ("setup --system --no-pull", "setup: --no-pull is of the user part"),
+        ("setup --system --no-unit", "setup: --no-unit is of the user part"),
         ("uninstall --system --purge", "uninstall: --purge and --delete-instances are of"),
         ("completion powershell", "completion: SHELL must be one of bash, zsh, fish"),
         ("capture a --count 0", "capture: --count must be an integer from 1"),

@@ -78,6 +78,8 @@ def test_missing_packages_are_named_when_root_is_out_of_reach(command: str, tmp_
         (["--upstream", "https://gateway"], "--upstream VALUE, with --provider"),
         (["--provider", "openai", "--ca-file", "no.pem"], f"cannot read {ROOT}/no.pem"),
         (["--key", "sk-x"], "there is no --key"),
+        (["--remove", "--provider"], "--remove stands alone"),
+        (["--provider", "openai", "--remove"], "--remove stands alone"),
     ],
 )
 def test_what_the_quickstart_does_not_take(words: list[str], told: str) -> None:
