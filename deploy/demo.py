@@ -63,7 +63,7 @@ mode = "allowlist"
 upstream = "{upstream}"
 kind = "{kind}"
 credential = "demo-model"
-{trust}routes = [{{ path = "/v1/", match = "prefix", methods = ["GET", "POST"] }}]
+{trust}routes = [{{ path = "{path}", match = "prefix", methods = ["GET", "POST"] }}]
 
 [bindings.forge]
 upstream = "https://127.0.0.1:{forge}"
@@ -75,10 +75,19 @@ allow_reserved = true
 repos = [{{ name = "{repository}", push = true }}]
 """
 LOOPBACK: Final = 'ca_file = "loopback.pem"\nallow_reserved = true\n'
-# By kind of binding: where the provider is, and the harness that speaks with it.
+# By kind of binding: where the provider is, and below which path its API.
 PROVIDERS: Final = {
-    "openai": ("https://api.openai.com", "codex"),
-    "anthropic": ("https://api.anthropic.com", "claude-code"),
+    "openai": ("https://api.openai.com", "/v1/"),
+    "anthropic": ("https://api.anthropic.com", "/v1/"),
+    "google": ("https://generativelanguage.googleapis.com", "/v1beta/"),
+}
+# The binding that each harness needs; the first of a kind is the one that is meant.
+HARNESSES: Final = {
+    "codex": "openai",
+    "claude-code": "anthropic",
+    "opencode": "anthropic",
+    "pi": "anthropic",
+    "gemini": "google",
 }
 PROMPT: Final = """\
 Greet in the repository, and push that as a branch of this instance: run each line below that
@@ -96,18 +105,19 @@ class Demo:
     """One showing.
 
     Args:
-        provider: a kind of binding; None, the scripted model of this machine.
-        key: the provider's.
+        harness: one of `HARNESSES`.
+        key: the provider's; None, the model is the scripted one of this machine.
         upstream: in the place of the provider's own address.
         ca_file: whose certificates it has; None, those that this system trusts.
     """
 
     def __init__(
-        self, provider: str | None, key: str | None, upstream: str | None, ca_file: Path | None
+        self, harness: str, key: str | None, upstream: str | None, ca_file: Path | None
     ) -> None:
-        self.kind = provider or "openai"
+        self.harness = harness
+        self.kind = HARNESSES[harness]
         self.key = key
-        usual, self.harness = PROVIDERS[self.kind]
+        usual, self.path = PROVIDERS[self.kind]
         self.upstream = upstream or usual
         self.ca_file = ca_file
         self.base = Path.home() / ".local/share/agent-box/quickstart"
@@ -370,7 +380,7 @@ class Demo:
                 trust = 'ca_file = "upstream.pem"\nallow_reserved = true\n'
         text = CONFIG.format(
             harness=self.harness, kind=self.kind, upstream=upstream, trust=trust,
-            forge=forge, repository=REPOSITORY,
+            path=self.path, forge=forge, repository=REPOSITORY,
         )  # fmt: skip
         (self.base / "config/agent-box/config.toml").write_text(text)
 
@@ -406,16 +416,21 @@ def _given() -> tuple[Demo, bool]:
     """Whether it is to be removed, too. Raises Failed: stdin brings no key."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--remove", action="store_true")
-    parser.add_argument("--provider", choices=sorted(PROVIDERS))
+    parser.add_argument("--harness", choices=list(HARNESSES))
+    parser.add_argument("--provider", choices=list(PROVIDERS))
     parser.add_argument("--upstream")
     parser.add_argument("--ca-file", type=Path)
     given = parser.parse_args()
+    kind = given.provider or HARNESSES.get(given.harness, "openai")
+    harness = given.harness or next(name for name, of in HARNESSES.items() if of == kind)
+    if HARNESSES[harness] != kind:
+        raise Failed(f"{harness} speaks with {HARNESSES[harness]}, not with {kind}")
     key = None
     if given.provider is not None:
         key = sys.stdin.readline().strip()
         if not key or not key.isprintable() or " " in key:
             raise Failed("--provider: the first line of stdin must be the key")
-    return Demo(given.provider, key, given.upstream, given.ca_file), given.remove
+    return Demo(harness, key, given.upstream, given.ca_file), given.remove
 
 
 def main() -> int:

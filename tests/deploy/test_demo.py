@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.source import ROOT
 
-from agent_box.config import load
+from agent_box.config import load, presets
 
 
 @pytest.fixture
@@ -22,32 +22,36 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-@pytest.mark.parametrize("provider", [None, "openai", "anthropic"])
-@pytest.mark.parametrize("gateway", [False, True])
+@pytest.mark.parametrize("harness", ["codex", "claude-code", "opencode", "pi", "gemini"])
+@pytest.mark.parametrize("by", ["script", "provider", "gateway"])
 def test_its_config_is_one(
-    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str | None, gateway: bool
+    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harness: str, by: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     authority = tmp_path / "gateway.pem"
     authority.write_text("a certificate")
-    upstream = "https://127.0.0.1:4443" if gateway else None
-    key = None if provider is None else "sk-real"
-    made = demo.Demo(provider, key, upstream, authority if gateway else None)
+    gateway = ("https://127.0.0.1:4443", authority) if by == "gateway" else (None, None)
+    made = demo.Demo(harness, None if by == "script" else "sk-real", *gateway)
     made._certificate()
     made._configure(4001, 4002)
     directory = tmp_path / ".local/share/agent-box/quickstart/config/agent-box"
     config = load.load(directory / "config.toml")
+    assert config.profiles["demo"].harness == harness
     model = config.bindings["model"]
+    assert model.kind == presets.load(harness).binding
     where = (model.upstream.host, model.upstream.port)
-    if provider is None:
+    if by == "script":
         assert where == ("127.0.0.1", 4001)
-    elif gateway:
+    elif by == "gateway":
         assert where == ("127.0.0.1", 4443)
         assert (directory / "upstream.pem").read_text() == "a certificate"
     else:
-        assert where == (f"api.{provider}.com", 443) and not model.allow_reserved
-    assert model.kind == (provider or "openai")
-    assert config.profiles["demo"].harness == (
-        "claude-code" if provider == "anthropic" else "codex"
-    )
+        assert f"https://{where[0]}" == demo.PROVIDERS[model.kind][0] and where[1] == 443
+        assert not model.allow_reserved
+
+
+def test_the_scripts_words_are_those_of_the_program(demo: Any) -> None:
+    text = (ROOT / "deploy/quickstart").read_text()
+    for words in (demo.HARNESSES, demo.PROVIDERS):
+        assert f"({'|'.join(words)})" in text

@@ -74,7 +74,8 @@ def test_missing_packages_are_named_when_root_is_out_of_reach(command: str, tmp_
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--provider", "x"], "--provider openai|anthropic"),
+        (["--harness", "kage"], "--harness codex, claude-code, opencode, pi or gemini"),
+        (["--provider", "x"], "--provider openai, anthropic or google"),
         (["--upstream", "https://gateway"], "--upstream VALUE, with --provider"),
         (["--provider", "openai", "--ca-file", "no.pem"], f"cannot read {ROOT}/no.pem"),
         (["--key", "sk-x"], "there is no --key"),
