@@ -280,6 +280,8 @@ class Demo:
         """All of it, the program too. Raises Failed."""
         self.run("uninstall", "--delete-instances", "--purge")
         shutil.rmtree(self.base)
+        if not any(self.base.parent.iterdir()):  # it was ours alone
+            self.base.parent.rmdir()
         shutil.rmtree(self.env["XDG_RUNTIME_DIR"])
         print(f"removed: {self.base}")
 

@@ -19,15 +19,17 @@ install_packages() {
   done
   ((${#missing[@]})) || return 0
   echo "missing Debian packages: ${missing[*]}"
+  [[ ${missing[*]} != *npm* ]] || echo "(npm brings hundreds: minutes, unless you have one already)"
   if ((EUID != 0)); then
     command -v sudo >/dev/null && { [[ -t 0 || -t 2 ]] || sudo -n true 2>/dev/null; } ||
       fail "as root, run: apt-get update && apt-get install ${missing[*]}"
     as_root=(sudo)
   fi
   # A list of a third party that cannot be fetched is no reason to stop; the install decides.
-  "${as_root[@]}" apt-get update -q || echo "apt-get update had errors, going on"
+  "${as_root[@]}" apt-get update -qq || echo "apt-get update had errors, going on"
+  # thousands of lines for nobody; what is wrong is on stderr
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
-    apt-get install -q -y --no-install-recommends "${missing[@]}" ||
+    apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null ||
     fail "apt-get could not install ${missing[*]}"
 }
 
