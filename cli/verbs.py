@@ -277,7 +277,7 @@ VERBS: Final[tuple[Verb, ...]] = (
             switch("--verify", "check the hash chain of the journal"),
             switch("--head", "print the head of the chain, to be kept elsewhere"),
         ),
-        body="instances:logs",
+        body="logs:logs",
         check=_logs,
         streams="follow",
         detail="With --json it prints one object; with --follow, one object per line.",
