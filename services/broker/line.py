@@ -1,7 +1,7 @@
 """One connection, as bytes: what came and was not read yet, and what is to go.
 
 An asyncio protocol of our own instead of its streams: a piece that comes is copied once, or
-not at all when it goes straight on (`relay`), and waiting for one costs a future and a timer.
+not at all when it goes straight on (`relay`), and waiting for one costs a future.
 
 What is written in one turn of the loop leaves in one piece: a head, the body that is there
 already and the end of it are several events of HTTP, and sent one by one each would be a
@@ -45,6 +45,8 @@ class Line(asyncio.BufferedProtocol):
         self._over = False  # nothing more comes
         self._error: Exception | None = None  # by which it ended, and not in order
         self._reading: asyncio.Future[None] | None = None
+        self._until: float | None = None  # it waits
+        self._alarm: asyncio.TimerHandle | None = None  # not later than that
         self._sink: Callable[[memoryview], bool] | None = None
         self._parts: list[bytes] = []  # to go
         self._parts_size = 0
@@ -85,6 +87,9 @@ class Line(asyncio.BufferedProtocol):
         return self.transport.get_extra_info("sslcontext") is None  # still to be written to
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
         if exc is not None:
             self._error = exc
         self._end()
@@ -157,13 +162,29 @@ class Line(asyncio.BufferedProtocol):
     async def _something(self, until: float | None) -> None:
         assert self._reading is None
         reading = self._reading = self._loop.create_future()
-        timer = None if until is None else self._loop.call_at(until, _late, reading)
+        self._until = until
+        if until is not None and (self._alarm is None or self._alarm.when() > until):
+            self._set_alarm(until)
         try:
             await reading
         finally:
-            self._reading = None
-            if timer is not None:
-                timer.cancel()
+            self._reading = self._until = None
+
+    def _set_alarm(self, at: float) -> None:
+        """The alarm of an earlier wait is left alone when it rings before this one's: it costs
+        less to set it anew then than a timer for each wait, of which hardly one ever rings."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = self._loop.call_at(at, self._rang, at)
+
+    def _rang(self, at: float) -> None:
+        self._alarm = None
+        if self._reading is None or self._until is None:
+            return
+        if self._until > at:
+            self._set_alarm(self._until)
+        else:
+            _late(self._reading)
 
     def _wake(self) -> None:
         reading = self._reading

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
+from support import simclock
 
 from agent_box.broker.line import WHOLE, Line
 
@@ -12,7 +13,10 @@ HIGH = 1 << 18
 LIMIT = 1 << 16
 
 
-def play(scene: Callable[[Line, socket.socket], Awaitable[None]]) -> None:
+def play(
+    scene: Callable[[Line, socket.socket], Awaitable[None]],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
@@ -24,7 +28,8 @@ def play(scene: Callable[[Line, socket.socket], Awaitable[None]]) -> None:
             transport.abort()
             theirs.close()
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())
 
 
 async def all_of(theirs: socket.socket) -> bytes:
@@ -122,6 +127,25 @@ def test_a_relay_ends_with_its_connection_and_with_its_time() -> None:
             await out.relay(lambda piece: True, now() + 60)
 
     play(scene)
+
+
+def test_each_wait_ends_at_its_own_time_whatever_the_one_before_was_for() -> None:
+    async def scene(out: Line, theirs: socket.socket) -> None:
+        now = asyncio.get_running_loop().time
+
+        async def late(seconds: float) -> float:
+            began = now()
+            with pytest.raises(TimeoutError):
+                await out.read(began + seconds)
+            return now() - began
+
+        for first, second in ((10.0, 100.0), (100.0, 10.0)):
+            theirs.send(b"x")
+            assert await out.read(now() + first) == b"x"
+            assert await late(second) == pytest.approx(second, abs=0.1)
+            assert await late(1.0) == pytest.approx(1.0, abs=0.1)
+
+    play(scene, simclock.Loop)
 
 
 def test_a_sender_is_held_back_while_nobody_reads() -> None:
