@@ -144,7 +144,9 @@ class Decoded:
     """
 
     def __init__(self, untrusted_encoding: bytes | None) -> None:
-        names = (untrusted_encoding or b"").decode("latin-1").lower().split(",")
+        names = (
+            untrusted_encoding.decode("latin-1").lower().split(",") if untrusted_encoding else ()
+        )
         known = [name.strip() for name in names]
         known = [name for name in known if name not in ("", "identity")]
         if len(known) > CODINGS_MAX or any(name not in _CODINGS for name in known):

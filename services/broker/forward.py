@@ -142,7 +142,7 @@ def _target(inject: Inject, placed: Sequence[tuple[bytes, bytes]]) -> bytes:
     nonce = inject.running.nonces[binding.name].encode()
     kept = [
         piece
-        for piece in (head.target.query or b"").split(b"&")
+        for piece in (head.target.query.split(b"&") if head.target.query else ())
         if not any(
             name.lower() in never or nonce in name or nonce in value
             for name, value in kinds.pairs(piece)
@@ -230,6 +230,12 @@ def reply(
     if status == 101:
         return [*kept, (b"connection", b"upgrade"), (b"upgrade", b"websocket")]
     return [*kept, *_reply_framing(headers, status, method)]
+
+
+def keeps(event: h11.Response | h11.InformationalResponse) -> bool:
+    """Whether who sent the reply keeps the connection after it (RFC 9112 section 9.3)."""
+    options = connection_options(tuple(event.headers))
+    return event.http_version == b"1.1" and options is not None and b"close" not in options
 
 
 def _upgrade_to(headers: Headers) -> list[bytes]:

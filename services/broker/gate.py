@@ -84,6 +84,10 @@ class Facts:
     commands: git.Commands | Batch | None  # of a push or an LFS batch call, from its body
     issued: Issued | None  # what the request's LFS link stands for
 
+    def with_upstream(self, peer: Peer, answer: Answer) -> Facts:
+        """These, and what was found out last."""
+        return Facts(self.socket, self.running, peer, answer, self.commands, self.issued)
+
 
 Access = Route | git.Access
 

@@ -36,6 +36,9 @@ class Gone(Exception):
 class Guest:
     """Args:
     line: a connection to an instance's socket.
+
+    Attributes:
+        until: of the loop's clock: when the reply under way has to be over. None: no matter.
     """
 
     def __init__(self, line: Line, limits: Limits) -> None:
@@ -44,6 +47,9 @@ class Guest:
         self._clock: Final = asyncio.get_running_loop().time
         self._buffer = b""  # came after the last request
         self._machine = h11.Connection(h11.SERVER)
+        self._taken = False  # the request's body, and not by h11
+        self._replied = False  # the reply is complete, and h11 has not seen it
+        self.until: float | None = None
 
     # ------------------------------------------------------------------ requests
 
@@ -74,15 +80,23 @@ class Guest:
     def begin(self, raw_head: bytes) -> h11.Request | None:
         """What h11 reads in a head; None when it reads no request."""
         self._machine = h11.Connection(h11.SERVER, max_incomplete_event_size=heads.MAX_HEAD + 4)
+        self._taken = self._replied = False
+        self.until = None
         try:
             self._machine.receive_data(raw_head)
             event = self._machine.next_event()
-            if self._buffer:
-                self._machine.receive_data(self._buffer)
         except h11.RemoteProtocolError:
             return None
-        self._buffer = b""
         return event if isinstance(event, h11.Request) else None
+
+    def whole(self, length: int) -> bytes | None:
+        """All of the request's body, when it is of this length and came already. What follows
+        it is the next request's. Nothing of the body may have been read before."""
+        if len(self._buffer) < length:
+            return None
+        body, self._buffer = self._buffer[:length], self._buffer[length:]
+        self._taken = True
+        return body
 
     def here(self) -> h11.Data | h11.EndOfMessage | None:
         """The next part of the request's body, when it came already.
@@ -90,6 +104,9 @@ class Guest:
         Raises:
             h11.RemoteProtocolError: it is not framed as its head said.
         """
+        if self._buffer:
+            buffer, self._buffer = self._buffer, b""
+            self._machine.receive_data(buffer)
         event = self._machine.next_event()
         if isinstance(event, h11.Data):
             return event
@@ -116,6 +133,8 @@ class Guest:
 
     async def skip(self) -> bool:
         """Passes the end of a request without a body. Whether the next can be read."""
+        if self._taken:
+            return True
         if self._machine.their_state is not h11.SEND_BODY:
             return self._machine.their_state is h11.DONE
         try:
@@ -145,6 +164,22 @@ class Guest:
             data = self._machine.send(event)
             if data:
                 self._line.write(data)
+        await self._drained()
+
+    async def reply(
+        self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes, *, last: bool
+    ) -> None:
+        """A whole reply at once. Raises `Gone`.
+
+        Args:
+            headers: with the body's length. They are sent as they are.
+            last: the guest is told that no other follows on this connection.
+        """
+        lines = [b"HTTP/1.1 %d " % status, *(b"%s: %s" % each for each in headers)]
+        if last:
+            lines.append(b"Connection: close")
+        self._line.write_now(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        self._replied = True
         await self._drained()
 
     def flush(self) -> None:
@@ -184,13 +219,14 @@ class Guest:
     @property
     def answered(self) -> bool:
         """Whether the head of the final reply is on its way."""
-        return self._machine.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
+        return self._replied or self._machine.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
 
     @property
     def again(self) -> bool:
         """Whether another request may follow on this connection."""
-        done = (h11.DONE, h11.DONE)
-        return (self._machine.our_state, self._machine.their_state) == done
+        return (self._replied or self._machine.our_state is h11.DONE) and (
+            self._taken or self._machine.their_state is h11.DONE
+        )
 
     async def linger(self) -> None:
         """Ends our direction and reads what the guest was sending, for a while: a reply is lost
@@ -222,8 +258,13 @@ class Guest:
         self._line.abort()
 
     async def _drained(self) -> None:
+        if not self._line.behind:
+            return
+        seconds = self._limits.idle_s
+        if self.until is not None:
+            seconds = min(seconds, max(0.0, self.until - self._clock()))
         try:
-            await self._line.drain(self._limits.idle_s)
+            await self._line.drain(seconds)
         except (TimeoutError, OSError):
             raise Gone from None
 

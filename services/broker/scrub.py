@@ -14,7 +14,7 @@ mistakes of an upstream. An upstream that means to tell the credential can: it h
 from __future__ import annotations
 
 import re
-from base64 import b64encode, urlsafe_b64encode
+from binascii import b2a_base64
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -25,6 +25,7 @@ SHORT: Final = 6  # bytes; a shorter value would be found everywhere, and is not
 _HELD: Final = 4  # that many bytes of a beginning are worth waiting for
 HELD_MAX: Final = 1 << 20  # compressed bytes that wait for what they begin
 
+_URL_SAFE: Final = bytes.maketrans(b"+/", b"-_")  # RFC 4648 section 5
 _ESCAPE: Final = re.compile(rb"%([0-9A-Fa-f]{2})|\\u00([0-9A-Fa-f]{2})|\\(/)")
 _ESCAPE_MARKS: Final = (b"%", b"\\u00", b"\\/")
 _HALF_ESCAPE: Final = re.compile(rb"(?:%[0-9A-Fa-f]?|\\(?:u(?:0(?:0[0-9A-Fa-f]?)?)?)?)\Z")
@@ -67,10 +68,10 @@ class Needles:
         if len(secret) < SHORT:
             return
         forms = [secret]
-        for encode in (b64encode, urlsafe_b64encode):
-            for offset, skip in ((0, 0), (1, 2), (2, 3)):
-                # without the characters that the neighbours have a part in
-                forms.append(encode(bytes(offset) + secret)[skip : (offset + len(secret)) * 8 // 6])
+        for offset, skip in ((0, 0), (1, 2), (2, 3)):
+            # without the characters that the neighbours have a part in
+            encoded = b2a_base64(bytes(offset) + secret)[skip : (offset + len(secret)) * 8 // 6]
+            forms += (encoded, encoded.translate(_URL_SAFE))
         self._all += [form for form in dict.fromkeys(forms) if form not in self._all]
 
     def within(self, untrusted: bytes) -> bool:

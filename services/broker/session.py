@@ -20,7 +20,7 @@ import h11
 
 from agent_box.broker import gate, git, lfs, usage
 from agent_box.broker import head as heads
-from agent_box.broker.exchange import Broken, Cut, Ended, Exchange, Refused, Rewrite, Stale
+from agent_box.broker.exchange import Broken, Cut, Exchange, Refused, Rewrite, Stale
 from agent_box.broker.guest import Gone, Guest
 from agent_box.broker.head import Framing, Head
 from agent_box.broker.ledger import Count, Ledger
@@ -28,6 +28,7 @@ from agent_box.broker.limits import Limits
 from agent_box.broker.notes import Notes, Told
 from agent_box.broker.prices import Prices
 from agent_box.broker.refusal import Reason, Refuse
+from agent_box.broker.tally import Ended, Tally
 from agent_box.broker.upstream import Connection, Resolve, Unreachable, Upstream
 from agent_box.broker.vault import Vault
 from agent_box.bus.errors import Refusal
@@ -207,9 +208,7 @@ class Session:
                     return answer
                 if self._boot() is not boot:
                     return Refuse(Reason.NOT_RUNNING, 503, "the instance was stopped")
-                leave = gate.judge(
-                    head, dataclasses.replace(facts, peer=connection.peer, answer=answer)
-                )
+                leave = gate.judge(head, facts.with_upstream(connection.peer, answer))
                 if isinstance(leave, Refuse):
                     return leave
                 if not isinstance(leave, gate.Inject):
@@ -241,6 +240,8 @@ class Session:
         return refused
 
     def _budget(self, step: gate.Later) -> Refuse | None:
+        if not usage.limited(step.binding):
+            return None  # as nearly every one
         total = self._desk.ledger.total(self._socket, step.binding.name)
         spent = usage.Spent(
             requests=total.requests,
@@ -282,9 +283,9 @@ class Session:
             kept=self._kept,
             continued=self._continued,
             body_max=git.PACK_MAX if self._kept else None,
-            count=self._count,
-            measured=lambda meter, ended: self._measured(
-                leave.binding.kind, head.method, meter, ended
+            tally=Tally(
+                self._count,
+                lambda meter, ended: self._measured(leave.binding.kind, head.method, meter, ended),
             ),
             limits=self._desk.limits,
             tasks=self._desk.tasks,

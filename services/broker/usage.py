@@ -73,7 +73,8 @@ class Meter:
         if self._events:
             self._event()  # one that its end cut off
         elif self._rest:
-            self._take(bytes(self._rest))
+            if b'"usage' in self._rest:
+                self._take(bytes(self._rest))
             self._rest.clear()
         if not self._counts:
             return UNKNOWN
@@ -234,6 +235,12 @@ class Priced(Protocol):
     """A table of prices (`prices.Prices`)."""
 
     def knows(self, kind: str) -> bool: ...
+
+
+def limited(binding: Binding) -> bool:
+    """Whether a binding has a budget at all."""
+    limits = (binding.max_requests, binding.max_tokens, binding.max_cost)
+    return limits != (None, None, None)
 
 
 def allowed(binding: Binding, spent: Spent, prices: Priced) -> Refuse | None:
