@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from agent_box.guest import claims, disk, environment, files, processes, streams, system
+from agent_box.guest import claims, disk, environment, files, processes, streams, system, timer
 from agent_box.guest.control import Action, Session
 from agent_box.guest.events import Events, Watch
 from agent_box.guest.harness import Harnesses
@@ -104,6 +104,7 @@ class Agent:
                 "bytes": self._disk.bytes,
                 "text": self._disk.text,
             },
+            "timer": timer.rate(),
             "streams": [],
         }
 

@@ -38,6 +38,9 @@ NOTE_S: Final = 20.0
 HOOK_S: Final = 330.0  # the guest ends it after 300
 MARGIN_S: Final = 1.0  # of a call's deadline, for the answer
 LAST_S: Final = 1.0  # at the end, for what is still to be noted
+# In thousandths of its rate, what a guest's kernel may have taken its timer for. One that it takes
+# for slower wakes it early, to look again; for faster, and all that waits does so too long.
+TIMERS: Final = {"right": (700, 1150), "any": (1, 1 << 32)}
 FORGED_S: Final = 60.0  # a guest's forgeries are noted once in this time, with their number
 # What the engine says of a boot that is over, or never was.
 GONE: Final = frozenset((Reason.NOT_FOUND, Reason.CONFLICT, Reason.WRONG_STATE, Reason.BAD_REQUEST))
@@ -110,6 +113,14 @@ class Channel:
         until = self._now() + max(0.0, call.remaining_s() - MARGIN_S)
         try:
             hello = await link.hello(until - self._now())
+            least, most = TIMERS[request.timer]
+            if hello.timer is not None and not least <= hello.timer <= most:
+                raise Refusal(
+                    Reason.BOOT_FAILED,
+                    "the guest's kernel misjudged its timer, as it may on a busy host: it took "
+                    f"{hello.timer / 10:.0f} % of the rate for the whole",
+                    facts={"timer": str(hello.timer)},
+                )
             if hello.disk != "ok":
                 raise Refusal(
                     Reason.DISK_DAMAGED,
@@ -138,7 +149,10 @@ class Channel:
             raise
         self._frozen.discard(request.instance)
         self._kept.add(request.instance, request.boot)
-        self.note(request.instance, "guest-ready", {"boot": request.boot, "skew_ms": skew})
+        ready: dict[str, Fact] = {"boot": request.boot, "skew_ms": skew}
+        if hello.timer is not None:
+            ready["timer"] = hello.timer
+        self.note(request.instance, "guest-ready", ready)
         self._listener.begin(request.instance, request.boot)
         if hook is not None and hook.required:
             seconds = max(0.0, until - self._now())

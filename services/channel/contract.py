@@ -52,6 +52,9 @@ class Provision(Wire, frozen=True):
     harness: str | None  # kage, codex, ...; None when the profile names none
     hook: Hook | None  # None: none is run
     sudo: bool  # whether the agent's uid may become root
+    # Whether a guest whose kernel misjudged its timer is refused, with `timer` in the facts, or
+    # only one that has none at all. Its rate is measured anew at each boot (guest/timer.py).
+    timer: Literal["right", "any"]
 
 
 class Provisioned(Wire, frozen=True):

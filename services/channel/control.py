@@ -22,6 +22,7 @@ class Hello(NamedTuple):
     boot: int | None  # the boot it was provisioned for; None before that
     disk: str  # ok, absent, damaged
     disk_text: str
+    timer: int | None = None  # what its kernel took for the timer's rate, in thousandths of it
 
 
 class Session:
@@ -130,7 +131,10 @@ def _hello(fields: dict[str, Any]) -> Hello:
     boot = fields.get("boot")
     if boot is not None and (type(boot) is not int or boot < 0):
         raise FrameError("a hello with a bad boot")
-    return Hello(_text(fields, "guest"), boot, disk["state"], _text(disk, "text"))
+    timer = fields.get("timer")  # one of an older image says nothing of it
+    if timer is not None and (type(timer) is not int or timer < 0):
+        raise FrameError("a hello with a bad timer")
+    return Hello(_text(fields, "guest"), boot, disk["state"], _text(disk, "text"), timer)
 
 
 def _text(fields: dict[str, Any], name: str) -> str:

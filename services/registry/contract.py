@@ -356,6 +356,10 @@ CONTRACT = Contract(
         Event(name="undo-pending", summary="What was made could not be removed yet."),
         Event(name="start-begun", summary="It shall run; the boot has its number from here on."),
         Event(name="start-done", summary="The guest shook hands and is provisioned."),
+        Event(
+            name="start-again",
+            summary="Its kernel misjudged its timer, so it is booted once more.",
+        ),
         Event(name="start-failed", summary="It did not come up; what runs of it is ended."),
         Event(name="stop-begun", summary="It shall stop, and how long the guest may take."),
         Event(name="stop-done", summary="No VMM runs any more, and how the last one ended."),

@@ -59,6 +59,7 @@ HOOK: Final = "~/work/.agent-box/hook.sh"  # of a profile that names none
 BOOT_S: Final = 120.0  # from a running VMM to a provisioned guest; emulated on a busy host
 FRESH_MS: Final = 120_000  # an intent to start that is older is not taken up by a new registry
 POWEROFF_S: Final = 30.0  # in which the guest takes the request
+BOOTS: Final = 6  # at most for one start; more than one when the kernel misjudged its timer
 GRACE_MS: Final = 30_000  # when the config cannot be read
 GRACE_MAX_MS: Final = 3_600_000
 
@@ -84,6 +85,7 @@ class Life:
         self._core = core
         self.phases: dict[str, str] = {}
         self.stuck: dict[str, api.Failed] = {}
+        self._boots: dict[str, int] = {}  # by id, those of the start under way
 
     # -------------------------------------------------------------------------- verbs
 
@@ -339,6 +341,7 @@ class Life:
         finally:
             core.busy.discard(id)
             self.phases.pop(id, None)
+            self._boots.pop(id, None)
 
     def _step(self, record: Record) -> Plan[None]:
         state = State(record.state)
@@ -372,6 +375,7 @@ class Life:
 
     def _boot(self, record: Record) -> Plan[None]:
         id = record.id
+        last = self._boots.get(id, 1) >= BOOTS
         yield Tell(id, "starting the machine")
         now_ms = yield Clock()
         assert isinstance(now_ms, int)
@@ -407,14 +411,17 @@ class Life:
             if not self._is_current(record):
                 return
             yield Tell(id, "waiting for the guest")
-            wanted = _provisioning(record)
+            wanted = _provisioning(record, "any" if last else "right")
             seconds = BOOT_S
             if wanted.hook is not None and wanted.hook.required:
                 seconds += HOOK_S
             ready = yield Provision(wanted, record.intent, seconds)
         except Refusal as refusal:
             if self._is_current(record):
-                yield from self._fail(record, _boot_told(refusal))
+                if "timer" in refusal.facts and not last:
+                    yield from self._once_more(record, refusal)
+                else:
+                    yield from self._fail(record, _boot_told(refusal))
             return
         if isinstance(ready, Overtaken) or not self._is_current(record):
             return
@@ -454,6 +461,22 @@ class Life:
                     f"{refusal.message}",
                     facts=refusal.facts,
                 ) from None
+
+    def _once_more(self, record: Record, refusal: Refusal) -> Plan[None]:
+        """The same start with another boot: its kernel misjudged the timer (guest/timer.py), and
+        measures it anew. What serves the boot before gives way to the next."""
+        id = record.id
+        self._boots[id] = self._boots.get(id, 1) + 1
+        yield Tell(id, "starting the machine once more: its kernel misjudged its timer")
+        yield EngineChange("kill", engine.Vmm(instance=id, boot=record.boots))
+        at_ms = yield Clock()
+        assert isinstance(at_ms, int)
+        if not self._is_current(record):
+            return
+        boots = record.boots + 1
+        again = msgspec.structs.replace(self._now(record), boots=boots, changed_ms=at_ms)
+        facts: dict[str, Fact] = {"boot": boots, "message": refusal.message}
+        yield from self._core.write(again, "start-again", facts)
 
     def _fail(self, record: Record, refusal: Refusal) -> Plan[None]:
         """What runs of a start that failed is ended next."""
@@ -717,7 +740,7 @@ def _configured(record: Record, config: Config) -> Record:
     return msgspec.structs.replace(record, policy=policy, bindings=bindings)
 
 
-def _provisioning(record: Record) -> channel.Provision:
+def _provisioning(record: Record, timer: Literal["right", "any"]) -> channel.Provision:
     return channel.Provision(
         instance=record.id,
         boot=record.boots,
@@ -727,6 +750,7 @@ def _provisioning(record: Record) -> channel.Provision:
         harness=record.harness if isinstance(record.harness, str) else None,
         hook=_hook(record),
         sudo=record.sudo,
+        timer=timer,
     )
 
 

@@ -175,6 +175,30 @@ def test_a_disk_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     played(tmp_path, play)
 
 
+@pytest.mark.parametrize(
+    ("timer", "wanted", "taken"),
+    [
+        (None, "right", True), (1000, "right", True), (700, "right", True), (1150, "right", True),
+        (699, "right", False), (1151, "right", False), (0, "right", False),
+        (699, "any", True), (5000, "any", True), (0, "any", False),
+    ],
+)  # fmt: skip
+def test_a_guest_whose_kernel_misjudged_its_timer_is_refused(
+    tmp_path: Path, timer: int | None, wanted: str, taken: bool
+) -> None:
+    async def play(scene: Scene) -> None:
+        good = scene.guests[ID] = Good(timer=timer)
+        if taken:
+            await scene.provision(timer=wanted)
+            return
+        with pytest.raises(Refusal, match=f"it took {timer / 10:.0f} % of the rate") as refused:
+            await scene.provision(timer=wanted)
+        assert refused.value.facts == {"timer": str(timer)}
+        assert good.ops == []
+
+    played(tmp_path, play)
+
+
 def test_another_version_is_one_clear_line_and_no_forgery(tmp_path: Path) -> None:
     async def play(scene: Scene) -> None:
         scene.guests[ID] = says(pack(Kind.HELLO, 0, {**HELLO, "versions": [2]}))

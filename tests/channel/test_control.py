@@ -54,6 +54,7 @@ def test_another_version_is_one_clear_line(versions: list[int]) -> None:
         ("versions", None), ("versions", [True]), ("versions", "1"), ("versions", [[1]]),
         ("guest", None), ("guest", 1), ("boot", -1), ("boot", True), ("boot", "1"),
         ("disk", None), ("disk", {}), ("disk", {"state": "fine", "text": ""}),
+        ("timer", -1), ("timer", True), ("timer", 0.5), ("timer", "1000"),
         ("disk", {"state": "ok", "text": 1}), ("disk", {"state": ["ok"], "text": ""}),
     ],
 )  # fmt: skip

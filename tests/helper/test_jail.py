@@ -417,6 +417,10 @@ def test_the_machine_is_what_the_profile_says_and_has_no_way_out() -> None:
     assert "vhost-user-vsock-device,chardev=vsock" in devices
     assert "virtio-balloon-device,id=balloon" in devices
     assert options(words, "-m") == ["512M"] and options(words, "-smp") == ["2"]
+    alone = machine.command("qemu", {**PROFILE, "cpus": 1}, 2_400_000)
+    assert options(alone, "-smp") == ["1,maxcpus=2"], "its barriers would be translated to nothing"
+    alone = machine.command("qemu", {**PROFILE, "cpus": 1, "accel": "kvm"}, None)
+    assert options(alone, "-smp") == ["1"]
     denied = ("obsolete", "elevateprivileges", "spawn", "resourcecontrol")
     assert options(words, "-sandbox") == [",".join(["on", *(f"{d}=deny" for d in denied)])]
     assert {"-nodefaults", "-no-user-config", "-no-reboot"} <= set(words)

@@ -3,6 +3,8 @@ the process between two of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -287,6 +289,71 @@ def test_a_machine_that_ends_while_it_boots() -> None:
     assert failed is not None and failed.reason == "boot-failed"
     assert "ended before its guest answered, with status 1" in failed.message
     assert state(core) == "stopped"
+
+
+def mistimed(boots: int) -> Callable[[int, object], Refusal | None]:
+    """Guests whose kernel misjudges its timer in that many boots."""
+
+    def fail(_: int, command: object) -> Refusal | None:
+        if not isinstance(command, deciding.Provision) or command.provision.timer == "any":
+            return None
+        off = Refusal(Reason.BOOT_FAILED, "misjudged", facts={"timer": "480"})
+        return off if command.provision.boot <= boots else None
+
+    return fail
+
+
+def test_a_machine_whose_kernel_misjudged_its_timer_is_booted_once_more() -> None:
+    world = World()
+    core, id = made(world)
+    world.fail = mistimed(2)
+    assert do(world, core, "start").failed is None
+    assert (world.holds[id], world.boots[id], state(core)) == ("running", 3, "running")
+    assert world.kinds() == ["start-begun", "start-again", "start-again", "start-done"]
+    assert [e.facts["boot"] for e in world.events] == [1, 2, 3, 3]
+    killed = [c.vmm.boot for c in world.done if isinstance(c, deciding.EngineChange)]
+    assert killed == [1, 2]
+    assert [c.up.boot for c in world.done if isinstance(c, deciding.NetUp)] == [1, 2, 3]
+    world.fail = mistimed(world.boots[id] + 1)  # and each start begins to count anew
+    assert do(world, core, "stop").failed is None and do(world, core, "start").failed is None
+    assert world.boots[id] == 5
+
+
+def test_the_last_of_its_boots_takes_a_timer_as_it_is() -> None:
+    world = World()
+    core, id = made(world)
+    world.fail = mistimed(1000)
+    assert do(world, core, "start").failed is None
+    assert (world.boots[id], state(core)) == (life.BOOTS, "running")
+    world = World()
+    core, id = made(world)
+    world.fail = lambda n, c: (
+        Refusal(Reason.BOOT_FAILED, "it has none", facts={"timer": "0"})
+        if isinstance(c, deciding.Provision) else None
+    )  # fmt: skip
+    failed = do(world, core, "start").failed
+    assert failed is not None and (failed.reason, failed.message) == ("boot-failed", "it has none")
+    assert (world.boots[id], state(core)) == (life.BOOTS, "stopped")
+
+
+def test_a_stop_between_two_boots_of_a_start_is_obeyed() -> None:
+    world = World()
+    core, id = made(world)
+    world.fail = mistimed(1000)
+    at = Life(core)
+    world.play(at.start("web1", now_ms=1_000))
+    told = world.events
+
+    def fail(n: int, command: object) -> Refusal | None:
+        if isinstance(command, deciding.EngineChange) and len(told) == 2:
+            world.fail = mistimed(1000)
+            world.play(plan(at, "stop"))  # type: ignore[arg-type]
+        return mistimed(1000)(n, command)
+
+    world.fail = fail
+    world.play(at.drive(id))
+    assert (world.holds[id], world.boots[id], state(core)) == ("stopped", 2, "stopped")
+    assert world.kinds() == ["start-begun", "start-again", "stop-begun", "stop-done"]
 
 
 def test_a_stop_cancels_a_boot() -> None:

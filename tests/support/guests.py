@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from agent_box.bus.errors import Reason, Refusal
 from agent_box.bus.handover import HandoverServer
@@ -174,6 +174,7 @@ class Scene:
         *,
         seconds: float = 10,
         hook: Hook | None = None,
+        timer: Literal["right", "any"] = "right",
     ) -> Any:
         request = Provision(
             instance=instance,
@@ -184,6 +185,7 @@ class Scene:
             harness=None,
             hook=hook,
             sudo=False,
+            timer=timer,
         )
         return await self.channel.provision(request, call(seconds))
 

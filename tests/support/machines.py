@@ -187,7 +187,7 @@ class Machines(House):
     def provision(self, instance: str, boot: int = 1, *, seconds: float = 90, **more: Any) -> Any:
         fields = {
             "hostname": "work", "environment": [], "bindings": [], "harness": None, "hook": None,
-            "sudo": False, **more,
+            "sudo": False, "timer": "any", **more,
         }  # fmt: skip
         request = channel.Provision(instance=instance, boot=boot, **fields)
         return self.call("channel", "provision", request, seconds=seconds)

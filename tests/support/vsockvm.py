@@ -1,7 +1,8 @@
 """A real machine for the vsock device: QEMU, a kernel, an initramfs, a read-only root.
 
-Not for the quick suite: whoever uses it names the files. The initramfs holds a busybox as
-/bin/busybox and modules as /m/NAME.ko, in the order of /m/list; the root holds Python.
+Not for the quick suite: whoever uses it names the files. The files are those of an image: the
+initramfs holds a busybox as /bin/busybox, and modules in the order of /modules/list; the root,
+which is the drive `variant`, holds Python.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from typing import Any
 
 from support.vsockguest import Backend
 
+from agent_box.guest.timer import believed
+from agent_box.helper.machine import TIMER_MULT
+
 INIT = b"""#!/bin/busybox sh
 B=/bin/busybox
 $B mount -t devtmpfs devtmpfs /dev; $B mount -t proc proc /proc
 exec 0</dev/console 1>/dev/console 2>&1
-while read m; do $B insmod /m/$m.ko || echo insmod $m; done < /m/list
+while read m; do $B insmod /modules/$m.ko || echo insmod $m; done < /modules/list
 while [ ! -b /dev/vda ]; do $B usleep 2000; done
 $B mount -t erofs -o ro /dev/vda /new || echo erofs
 $B mount -t tmpfs tmpfs /new/run; $B cp /peer.py /new/run/peer.py
+$B cat /proc/timer_list
 $B mount --move /dev /new/dev; $B umount /proc; $B mount -t proc proc /new/proc
 exec $B switch_root /new /usr/bin/python3 -I -S -B /run/peer.py
 """
@@ -65,6 +70,7 @@ class Machine:
             file.write(
                 archive({"peer.py": (0o100644, peer.read_bytes()), "init": (0o100755, INIT)})
             )
+        self.accel = accel
         self.backend = Backend(directory)
         self.console = directory / "console.log"
         link = self.backend.vmm_end.fileno()
@@ -75,7 +81,7 @@ class Machine:
                 [
                     qemu, "-M", f"microvm,accel={accel},memory-backend=mem",
                     "-object", f"memory-backend-memfd,id=mem,size={memory_mib}M,share=on", *cpu,
-                    "-smp", "1", "-m", str(memory_mib), "-nodefaults", "-no-user-config",
+                    "-smp", "1,maxcpus=2" if accel == "tcg" else "1", "-m", str(memory_mib), "-nodefaults", "-no-user-config",
                     "-nographic", "-no-reboot", "-kernel", str(kernel), "-initrd", str(whole),
                     "-append",
                     "reboot=t panic=-1 console=ttyS0 quiet loglevel=1 cryptomgr.notests "
@@ -107,6 +113,11 @@ class Machine:
                 return said["return"]
             if "error" in said:
                 raise RuntimeError(said)
+
+    def mistimed(self) -> bool:
+        """Whether it is no machine to test anything with: see guest/timer.py."""
+        rate = believed(self.console.read_text(errors="replace")) * 1000 // TIMER_MULT
+        return self.accel == "tcg" and not 700 <= rate <= 1150
 
     def wait(self, port: int, seconds: float = 60) -> socket.socket:
         """A stream to a port, as soon as somebody in the guest listens there."""
