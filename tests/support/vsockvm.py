@@ -75,13 +75,14 @@ class Machine:
         self.console = directory / "console.log"
         link = self.backend.vmm_end.fileno()
         self._qmp, qmp_end = socket.socketpair()
+        smp = "1,maxcpus=2" if accel == "tcg" else "1"
         cpu = ["-cpu", "max,erms=off,fsrm=off"] if accel == "tcg" else ["-cpu", "host"]
         with open(directory / "qemu.log", "wb") as log:
             self.process = subprocess.Popen(
                 [
                     qemu, "-M", f"microvm,accel={accel},memory-backend=mem",
                     "-object", f"memory-backend-memfd,id=mem,size={memory_mib}M,share=on", *cpu,
-                    "-smp", "1,maxcpus=2" if accel == "tcg" else "1", "-m", str(memory_mib), "-nodefaults", "-no-user-config",
+                    "-smp", smp, "-m", str(memory_mib), "-nodefaults", "-no-user-config",
                     "-nographic", "-no-reboot", "-kernel", str(kernel), "-initrd", str(whole),
                     "-append",
                     "reboot=t panic=-1 console=ttyS0 quiet loglevel=1 cryptomgr.notests "
