@@ -80,7 +80,7 @@ class Link:
             if wrong is not None:
                 raise LinkBroken(f"the guest sent a frame of {wrong} bytes")
             if at < end and at:
-                buffer[: end - at] = buffer[at:end]
+                view[: end - at] = view[at:end]
             self._have = end - at
 
     def flush(self) -> None:
