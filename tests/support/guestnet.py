@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import select
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,11 @@ from support.planes import Running
 from support.tunguest import GATEWAY, TunGuest
 
 from agent_box.netstack.contract import Rule
-from agent_box.netstack.plane import Plane
 from agent_box.netstack.reports import Denied
-
-GRACE_MS = 1  # a kernel that is late with what was sent over the link
-PIECE_S = 3600.0  # of simulated time in one `do`, which has a bound
 
 
 class Net(Running):
-    """A running plane, linked to the guest. `late` seconds are added to its clock."""
+    """A running plane, linked to the guest."""
 
     def __init__(
         self,
@@ -39,14 +33,12 @@ class Net(Running):
         **more: Any,
     ) -> None:
         self.guest = guest
-        self.late = 0.0
         self.rules = rules
         self.etc = planes.etc(directory / "etc", hosts, nameserver)
         super().__init__(
             policy=planes.policy(*rules, mode=mode, endpoints=endpoints),
             broker=broker,
             etc=self.etc,
-            clock=lambda: time.monotonic() + self.late,
             **more,
         )
         self.relink()
@@ -57,25 +49,6 @@ class Net(Running):
 
     def apply(self, *rules: Rule, **more: Any) -> int:
         return self.do(lambda plane: plane.apply(planes.policy(*rules, generation=2, **more)))
-
-    def go_by(self, seconds: float) -> None:
-        """Lets so much time go by, timer by timer, each at its own. Whatever the guest or an
-        upstream says to one is heard before the next."""
-
-        end = self.late + seconds
-
-        def through(plane: Plane) -> None:
-            poll = select.poll()
-            poll.register(plane.fileno(), select.POLLIN)
-            until = min(self.late + PIECE_S, end)
-            while self.late < until:
-                wait = plane.run()
-                if wait != 0 and not poll.poll(GRACE_MS):
-                    left = until - self.late
-                    self.late += left if wait is None else min(wait, left)
-
-        while self.late < end:
-            self.do(through)
 
     def look_up(self, name: str, kind: str = "A", *, tcp: bool = False) -> DNS:
         query = bytes(DNS(id=7, rd=1, qd=DNSQR(qname=name, qtype=kind)))

@@ -20,6 +20,7 @@ from support.until import until
 from agent_box.bus.errors import Refusal
 from agent_box.bus.handover import HandoverClient
 from agent_box.engine.contract import Dial
+from agent_box.guest.wire import NETWORK_PORT
 
 PORT: Final = 5005
 MAIN: Final = """
@@ -77,18 +78,29 @@ def drive(guest: Path, made: Path, *, main: str = MAIN) -> None:
     )  # fmt: skip
 
 
+async def _dial(
+    runtime: Path, service: str, instance: str, boot: int, port: int, seconds: float
+) -> socket.socket:
+    client = HandoverClient(runtime / "dial" / service / "sock")
+    request = Dial(instance=instance, boot=boot, port=port, deadline_ms=int(seconds * 1000))
+    try:
+        stream = socket.socket(fileno=await client.ask(request, deadline_s=seconds + 1))
+    finally:
+        client.close()
+    stream.setblocking(False)
+    return stream
+
+
+def network(runtime: Path, instance: str, *, boot: int = 1, seconds: float = 30) -> socket.socket:
+    """The stream of the machine's frames, as netstack is given it."""
+    return asyncio.run(_dial(runtime, "netstack", instance, boot, NETWORK_PORT, seconds))
+
+
 def run(runtime: Path, instance: str, code: str, *, boot: int = 1, seconds: float = 30) -> str:
     """What the code printed, or its traceback. The engine must have been told of the boot."""
 
     async def main() -> str:
-        client = HandoverClient(runtime / "dial" / "channel" / "sock")
-        request = Dial(instance=instance, boot=boot, port=PORT, deadline_ms=int(seconds * 1000))
-        try:
-            fd = await client.ask(request, deadline_s=seconds + 1)
-        finally:
-            client.close()
-        with socket.socket(fileno=fd) as stream:
-            stream.setblocking(False)
+        with await _dial(runtime, "channel", instance, boot, PORT, seconds) as stream:
             loop = asyncio.get_running_loop()
             said = b""
             async with asyncio.timeout(seconds):
