@@ -19,6 +19,7 @@ from agent_box.broker import gate
 from agent_box.broker.limits import Limits
 from agent_box.broker.line import Line
 from agent_box.broker.refusal import Reason, Refuse
+from agent_box.broker.tls import Tls
 from agent_box.config.addresses import parse_address
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -189,17 +190,9 @@ class Upstream:
 
     async def _connect_to(self, address: str) -> Connection:
         upstream = self._way.upstream
+        line = Line(self._limits.chunk, self._limits.buffer)
         try:
-            async with asyncio.timeout(2 * self._limits.connect_s):
-                transport, line = await asyncio.get_running_loop().create_connection(
-                    lambda: Line(self._limits.chunk, self._limits.buffer),
-                    address,
-                    upstream.port,
-                    ssl=self._tls,
-                    server_hostname=upstream.host if self._tls is not None else None,
-                    ssl_handshake_timeout=self._limits.connect_s if self._tls else None,
-                    flags=socket.AI_NUMERICHOST,
-                )
+            transport = await self._opened(line, address)
         except TimeoutError:
             raise Unreachable(
                 Reason.UPSTREAM_TIMEOUT, 504, "the upstream does not answer"
@@ -224,6 +217,28 @@ class Upstream:
             ca_file=self._way.ca_file,
         )
         return Connection(line, peer)
+
+    async def _opened(self, line: Line, address: str) -> asyncio.BaseTransport:
+        """Connects a line to an address, with TLS where it is meant.
+
+        Raises:
+            ssl.SSLError, OSError, TimeoutError: it cannot be.
+        """
+        loop, seconds = asyncio.get_running_loop(), self._limits.connect_s
+        context, host = self._tls, self._way.upstream.host
+        protocol = line if context is None else Tls(context, host, line)
+        async with asyncio.timeout(seconds):
+            raw, _ = await loop.create_connection(
+                lambda: protocol, address, self._way.upstream.port, flags=socket.AI_NUMERICHOST
+            )
+        if not isinstance(protocol, Tls):
+            return raw
+        try:
+            await protocol.handshake(seconds)
+        except BaseException:
+            raw.abort()
+            raise
+        return protocol
 
 
 def _verified(transport: asyncio.BaseTransport, host: str) -> str | None:

@@ -206,19 +206,25 @@ def test_a_long_body_passes_byte_for_byte_and_its_connection_serves_again() -> N
     run(play)
 
 
+@pytest.mark.parametrize("body", [LONG, b"short"], ids=["long", "here with its head"])
 @pytest.mark.parametrize(
-    ("head", "more"),
-    [(b"", b"HTTP/1.1 200 OK\r\n"), (b"Connection: close\r\n", b"")],
-    ids=["more than its length", "closed"],
+    ("version", "head", "more"),
+    [
+        (b"1.1", b"", b"HTTP/1.1 200 OK\r\n"),
+        (b"1.1", b"Connection: close\r\n", b""),
+        (b"1.0", b"", b""),
+    ],
+    ids=["more than its length", "closed", "an old version"],
 )
-def test_after_a_long_body_a_connection_that_is_not_in_order_is_not_used(
-    head: bytes, more: bytes
+def test_after_a_body_of_known_length_a_connection_that_is_not_in_order_is_not_used(
+    version: bytes, head: bytes, more: bytes, body: bytes
 ) -> None:
     async def play(scene: Scene) -> None:
-        server = await raw(scene, LONG_HEAD % len(LONG) + head + b"\r\n" + LONG + more, end=False)
+        start = (LONG_HEAD % len(body)).replace(b"1.1", version, 1)
+        server = await raw(scene, start + head + b"\r\n" + body + more, end=False)
         for number in (1, 2):
             reply = await scene.ask("api", method="GET")
-            assert (reply.status, reply.complete, reply.body == LONG) == (200, True, True)
+            assert (reply.status, reply.complete, reply.body == body) == (200, True, True)
             assert server.connections == number
 
     run(play)
