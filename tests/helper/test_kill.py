@@ -190,20 +190,28 @@ def shim_of(place: HelperHouse, name: str) -> Callable[[], None]:
     return run
 
 
-def test_the_shim_may_be_killed_at_any_point_of_a_launch(still: HelperHouse) -> None:
-    name = fresh()
-    made = ops(still)
+def rehearsed(
+    place: HelperHouse, name: str
+) -> tuple[Callable[[], Callable[[], None]], Callable[[], None]]:
+    """Gets a launch ready; and clears up after one, so that there can be another."""
+    made = ops(place)
 
     def prepared() -> Callable[[], None]:
         made.allocate({"id": name, "disk_bytes": 64 * MIB})
-        return shim_of(still, name)
+        return shim_of(place, name)
 
     def again() -> None:
-        settle(still, name, {"running", "exited", "failed"})
+        settle(place, name, {"running", "exited", "failed"})
         made.allocate({"id": name, "disk_bytes": 64 * MIB})
         for role in ("shim", "worker", "broker"):
-            (still.runtime / "vm" / role / name).mkdir(0o700, exist_ok=True)
+            (place.runtime / "vm" / role / name).mkdir(0o700, exist_ok=True)
 
+    return prepared, again
+
+
+def test_the_shim_may_be_killed_at_any_point_of_a_launch(still: HelperHouse) -> None:
+    name = fresh()
+    prepared, again = rehearsed(still, name)
     for at in points(prepared(), again, 20):
         syscalls.run(prepared(), at=at)
         settle(still, name, {"allocated", "running", "exited", "failed"})
@@ -211,18 +219,7 @@ def test_the_shim_may_be_killed_at_any_point_of_a_launch(still: HelperHouse) -> 
 
 def test_a_shim_whose_disk_fails_tells_and_leaves_nothing_running(still: HelperHouse) -> None:
     name = fresh()
-    made = ops(still)
-
-    def prepared() -> Callable[[], None]:
-        made.allocate({"id": name, "disk_bytes": 64 * MIB})
-        return shim_of(still, name)
-
-    def again() -> None:
-        settle(still, name, {"running", "exited", "failed"})
-        made.allocate({"id": name, "disk_bytes": 64 * MIB})
-        for role in ("shim", "worker", "broker"):
-            (still.runtime / "vm" / role / name).mkdir(0o700, exist_ok=True)
-
+    prepared, again = rehearsed(still, name)
     for at in points(prepared(), again, 16):
         if at < SETUP:
             continue
