@@ -2,7 +2,8 @@
 
     python3 deploy/record.py FILE TITLE COMMAND...
 
-The times are those of the run; nothing is cut or put in. The exit status is the command's.
+The times are those of the run; nothing is cut or put in, but a player is asked to wait for
+nothing longer than a few seconds. The exit status is the command's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from typing import Final
 
 SIZE: Final = (32, 120)  # rows and columns
+WAIT_S: Final = 3  # at most between two lines, when it is played
 
 
 def main(file: str, title: str, *command: str) -> int:
@@ -29,7 +31,10 @@ def main(file: str, title: str, *command: str) -> int:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     begun = time.monotonic()
     with open(file, "w", encoding="utf-8") as cast:
-        head = {"version": 2, "width": SIZE[1], "height": SIZE[0], "title": title}
+        head = {
+            "version": 2, "width": SIZE[1], "height": SIZE[0], "title": title,
+            "idle_time_limit": WAIT_S,
+        }  # fmt: skip
         cast.write(json.dumps(head) + "\n")
         while True:
             try:
