@@ -1,14 +1,19 @@
-"""The user unit, by a systemctl that notes what it is told."""
+"""The user unit, by a systemctl that notes what it is told; and what is chosen to run guests."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from agent_box.cli import setup
+from agent_box.cli import link, setup
 from agent_box.cli.render import Failure, Render
+from agent_box.config.load import load
+from agent_box.engine import chosen
+from agent_box.process.paths import Paths
 
 
 class Told:
@@ -96,3 +101,61 @@ def test_words_are_quoted_as_systemd_reads_them(word: str, text: str) -> None:
 def test_a_control_character_is_refused() -> None:
     with pytest.raises(Failure, match="control characters"):
         setup.unit_text(Path("/x"), {"AGENT_BOX_CONFIG": "/a\nExecStart=/evil"})
+
+
+class Host:
+    """Where guests run as `runs` says, by what the engine would read."""
+
+    def __init__(self, state: Path, monkeypatch: pytest.MonkeyPatch, opens: bool) -> None:
+        self.here = link.Place(Paths(state / "run", state), None)
+        self.file = chosen.file(self.here.paths)
+        self.file.parent.mkdir(parents=True)
+        self.tried: list[tuple[str | None, float | None]] = []
+        self.runs: Callable[[str | None], str | None] = lambda accel: None
+        monkeypatch.setattr(setup, "_runs", self._run)
+        monkeypatch.setattr(setup, "_no_kvm", lambda: None if opens else "/dev/kvm: no")
+
+    def _run(self, out: Render, within_s: float | None) -> str | None:
+        accel = chosen.read(self.file)
+        self.tried.append((accel, within_s))
+        return self.runs(accel)
+
+    def choose(self, out: Render) -> Any:
+        return setup._accelerator(out, self.here, load(None), "an image")
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_kvm_that_runs_no_guest_is_told_and_tcg_chosen(
+    out: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: bool
+) -> None:
+    host = Host(tmp_path, monkeypatch, opens)
+    host.runs = lambda accel: "it aborts" if accel == "kvm" else None
+    assert host.choose(out)["accel"] == chosen.read(host.file) == "tcg"
+    assert [accel for accel, _ in host.tried] == (["kvm", "tcg"] if opens else ["tcg"])
+    assert host.tried[-1][1] is None  # the last resort has as long as any start
+    why = "it aborts" if opens else "/dev/kvm: no"
+    assert f"accelerator: tcg, because with kvm: {why}" in "".join(out._stderr.lines)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("before", [None, "tcg"])
+@pytest.mark.parametrize("ends", [Failure, KeyboardInterrupt])
+def test_what_ran_no_guest_is_not_chosen(
+    out: Render,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: chosen.Accel | None,
+    ends: type[BaseException],
+) -> None:
+    host = Host(tmp_path, monkeypatch, opens=True)
+    if before is not None:
+        chosen.write(host.file, before)
+
+    def runs(accel: str | None) -> str:
+        if ends is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return f"{accel} has none"
+
+    host.runs = runs
+    with pytest.raises(ends, match="kvm has none; tcg has none" if ends is Failure else None):
+        host.choose(out)
+    assert chosen.read(host.file) == before
