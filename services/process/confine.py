@@ -436,9 +436,11 @@ def _below_runtime(paths: Paths, names: tuple[str, ...]) -> list[Path]:
 
 def _refuse_exposure(mounts: list[Mount], paths: Paths) -> None:
     """No mount may be above the directories of another role, wherever Python is installed."""
+    ours = [(private, private.resolve()) for private in (paths.runtime, paths.state)]
     for mount in mounts:
-        for private in (paths.runtime, paths.state):
-            if private.resolve().is_relative_to(mount.path.resolve()):
+        shown = mount.path.resolve()
+        for private, real in ours:
+            if real.is_relative_to(shown):
                 raise ConfineError(f"{private} lies in {mount.path}, which every service sees")
 
 
