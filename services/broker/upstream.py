@@ -80,6 +80,7 @@ def tls(ca_pem: str | None) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # verifies chain and name
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION  # of 1.2: a write would have to wait for a read
     context.load_default_certs(ssl.Purpose.SERVER_AUTH)
     if ca_pem is not None:
         context.load_verify_locations(cadata=ca_pem)
