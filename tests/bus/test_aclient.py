@@ -88,6 +88,7 @@ def test_nothing_is_lost_or_doubled_while_the_service_is_killed_again_and_again(
     toy_process: Place,
 ) -> None:
     place = toy_process
+    answered: asyncio.Queue[None] = asyncio.Queue()
 
     async def worker(client: AsyncClient, number: int, until: asyncio.Event) -> dict[bytes, Any]:
         told: dict[bytes, Any] = {}
@@ -97,6 +98,7 @@ def test_nothing_is_lost_or_doubled_while_the_service_is_killed_again_and_again(
             id = os.urandom(16)
             method = ("add", "add_later")[(number + turn) % 2]
             told[id] = await client.call(method, Number(n=1), request_id=id)
+            answered.put_nowait(None)
             text = Text(text=f"{number} {turn}")
             assert await client.call("echo", text) == text
             assert await client.call("put", text) == Number(n=len(text.text))
@@ -116,6 +118,8 @@ def test_nothing_is_lost_or_doubled_while_the_service_is_killed_again_and_again(
                 await asyncio.sleep(chance.random() * 0.4)
                 await asyncio.to_thread(place.kill)
                 await asyncio.to_thread(place.spawn)
+                for _ in range(5):  # each service has done something, however busy the host is
+                    await answered.get()
             over.set()
         told = {id: reply for w in workers for id, reply in w.result().items()}
         for client in clients:
