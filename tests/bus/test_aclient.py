@@ -117,6 +117,8 @@ def test_nothing_is_lost_or_doubled_while_the_service_is_killed_again_and_again(
             for _ in range(12):
                 await asyncio.sleep(chance.random() * 0.4)
                 await asyncio.to_thread(place.kill)
+                while not answered.empty():
+                    answered.get_nowait()
                 await asyncio.to_thread(place.spawn)
                 for _ in range(5):  # each service has done something, however busy the host is
                     await answered.get()
