@@ -16,6 +16,7 @@ import h11
 from agent_box.broker import forward, gate, lfs, scrub, usage
 from agent_box.broker.guest import Gone, Guest, headers_of
 from agent_box.broker.head import Head
+from agent_box.broker.kinds import Headers
 from agent_box.broker.limits import Limits
 from agent_box.broker.refusal import Reason, Refuse
 from agent_box.broker.tally import Tally
@@ -108,6 +109,7 @@ class Exchange:
         self._clock: Final = asyncio.get_running_loop().time
         self._until: Final = self._clock() + limits.transfer_s
         self._heard = False  # anything of a reply
+        self._headers: Headers = ()  # of it, with lowercase names
         self._keeps = False  # the upstream keeps the connection, by the reply's head
         self._in_order = False  # a body that was counted here came to its end, and nothing else
         self.reusable = False
@@ -154,11 +156,11 @@ class Exchange:
         bodiless = self._head.method == "HEAD" or event.status_code in (204, 304)
         search = scrub.Scrub(
             self._needles,
-            _one(event, b"content-type"),
-            None if bodiless else _list(event, b"content-encoding"),
+            _one(self._headers, b"content-type"),
+            None if bodiless else _list(self._headers, b"content-encoding"),
             None if meter is None else meter.feed,
         )
-        length = 0 if bodiless else _length(event)
+        length = 0 if bodiless else _length(self._headers)
         early = self._machine.trailing_data[0] if length else b""
         if length and len(early) == length and self._head.upgrade is None:
             await self._all_here(event, headers, search, early)
@@ -233,7 +235,7 @@ class Exchange:
     ) -> None:
         """Collects the reply and sends another body, or none of it."""
         refuse = Refuse(Reason.REPLY_BAD, 502, "the upstream's reply cannot be rewritten")
-        if (_list(event, b"content-encoding") or b"identity").lower() != b"identity":
+        if (_list(self._headers, b"content-encoding") or b"identity").lower() != b"identity":
             raise Refused(refuse)
         body = bytearray()
         while not isinstance(part := await self._next(), h11.EndOfMessage):
@@ -273,21 +275,22 @@ class Exchange:
 
     def _reply(self, event: h11.Response | h11.InformationalResponse) -> list[tuple[bytes, bytes]]:
         """The headers for the guest."""
-        raw = list(headers_of(event))
+        raw = headers_of(event)
         if scrub.in_headers(self._needles, raw):
             raise Cut("credential")
+        self._headers = came = tuple([(name.lower(), value) for name, value in raw])
         headers = forward.reply(
-            self._inject.binding, event.status_code, raw, method=self._head.method
+            self._inject.binding, event.status_code, came, method=self._head.method
         )
         if isinstance(headers, Refuse):
             raise Refused(headers)
-        self._keeps = forward.keeps(event)
+        self._keeps = forward.keeps(event.http_version, came)
         return headers
 
     def _meter_of(self, event: h11.Response) -> usage.Meter | None:
         if not 200 <= event.status_code < 300:
             return None
-        return usage.meter(self._inject.binding.kind, _one(event, b"content-type"))
+        return usage.meter(self._inject.binding.kind, _one(self._headers, b"content-type"))
 
     async def _pass_down(self, search: scrub.Scrub, part: bytes) -> None:
         self._tally.received(len(part))
@@ -387,20 +390,20 @@ class Exchange:
         raise Broken
 
 
-def _one(event: h11.Response, name: bytes) -> bytes | None:
+def _one(headers: Headers, name: bytes) -> bytes | None:
     """A header's value; None when there is none, or more than one."""
-    found = [bytes(value) for each, value in event.headers if each == name]
+    found = [bytes(value) for each, value in headers if each == name]
     return found[0] if len(found) == 1 else None
 
 
-def _length(event: h11.Response) -> int:
+def _length(headers: Headers) -> int:
     """Of the body, when a Content-Length frames it; else 0."""
-    if _list(event, b"transfer-encoding") is not None:
+    if _list(headers, b"transfer-encoding") is not None:
         return 0
-    value = _one(event, b"content-length")
+    value = _one(headers, b"content-length")
     return 0 if value is None else int(value)
 
 
-def _list(event: h11.Response, name: bytes) -> bytes | None:
+def _list(headers: Headers, name: bytes) -> bytes | None:
     """The values of a header that is a list, as one (RFC 9110 section 5.3)."""
-    return b", ".join(bytes(value) for each, value in event.headers if each == name) or None
+    return b", ".join([bytes(value) for each, value in headers if each == name]) or None

@@ -232,10 +232,10 @@ def reply(
     return [*kept, *_reply_framing(headers, status, method)]
 
 
-def keeps(event: h11.Response | h11.InformationalResponse) -> bool:
-    """Whether who sent the reply keeps the connection after it (RFC 9112 section 9.3)."""
-    options = connection_options(tuple(event.headers))
-    return event.http_version == b"1.1" and options is not None and b"close" not in options
+def keeps(version: bytes, headers: Headers) -> bool:
+    """Whether who sent such a reply keeps the connection after it (RFC 9112 section 9.3)."""
+    options = connection_options(headers)
+    return version == b"1.1" and options is not None and b"close" not in options
 
 
 def _upgrade_to(headers: Headers) -> list[bytes]:

@@ -65,7 +65,7 @@ class Head:
 
     def get(self, name: bytes) -> tuple[bytes, ...]:
         """All values of a header, by its lowercase name."""
-        return tuple(value for each, value in self.headers if each == name)
+        return tuple([value for each, value in self.headers if each == name])
 
 
 TOO_LONG: Final = Refuse(
@@ -214,7 +214,7 @@ def agrees(head: Head, event: h11.Request) -> bool:
         event.method == head.method.encode()
         and event.http_version == b"1.1"
         and bytes(event.target) == head.asked
-        and [(bytes(n), bytes(v)) for n, v in event.headers] == _as_h11(head)
+        and [(n.lower(), v) for n, v in event.headers.raw_items()] == _as_h11(head)
     )
 
 
