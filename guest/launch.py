@@ -27,6 +27,14 @@ SHELL: Final = "/bin/bash"
 TTY_GID: Final = 5
 IUTF8: Final = 0o40000  # asm-generic/termbits.h: erasing takes whole characters
 WORDS_MAX: Final = 1000  # bytes of why it could not begin
+# What a kernel that refuses has no more of; its own words for a terminal speak of a disk.
+USED_UP: Final = {
+    errno.EAGAIN: "processes",
+    errno.ENOMEM: "memory",
+    errno.EMFILE: "descriptors",
+    errno.ENFILE: "descriptors",
+    errno.ENOSPC: "terminals",
+}
 UIDS: Final = {"agent": disk.AGENT_UID, "root": 0}
 
 
@@ -127,7 +135,9 @@ def start(launch: Launch, ground: Ground) -> Started:
     except OSError as error:
         for fd in mine:
             os.close(fd)
-        raise Refused("exhausted", f"nothing can be started in the guest: {error}") from None
+        what = USED_UP.get(error.errno or 0)
+        why = error.strerror if what is None else f"it has no more {what}"
+        raise Refused("exhausted", f"nothing can be started in the guest: {why}") from None
     finally:
         for fd in theirs:
             os.close(fd)

@@ -1,10 +1,11 @@
-"""A guest in trouble: its hook fails, its memory and its disk run out. By the real program, in
-one real machine. tests/engine/test_machine.py has its processes."""
+"""A guest in trouble: its hook fails, its memory, its disk and its processes run out. By the real
+program, in one real machine. tests/engine/test_machine.py has a fork bomb."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from support import cli
@@ -106,3 +107,69 @@ def test_no_disk(machines: Machines) -> None:
         person.type(b"rm much; exit 4\r")
         assert person.end()[0] == 4
     assert command(machines, "true").returncode == 0
+
+
+# Threads are counted as processes are, and take the least memory.
+FILLER = """
+import sys, threading
+threading.stack_size(65536)
+done = threading.Event()
+try:
+    while True:
+        threading.Thread(target=done.wait, daemon=True).start()
+except RuntimeError:
+    print("full", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def beside(machines: Machines, *argv: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that goes on until its input ends."""
+    process = subprocess.Popen(
+        [cli.BINARY, "exec", *argv],
+        env=machines.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_no_processes_for_the_agent(machines: Machines) -> None:
+    """What the operator starts is counted apart, and starts; what that forks is refused."""
+    running(machines)
+    with beside(machines, "web1", "--", "python3", "-c", FILLER) as filler:
+        assert filler.stdout is not None
+        assert filler.stdout.readline() == "full\n"
+        ran = command(machines, "true")
+        assert (ran.returncode, ran.stderr) == (0, ""), ran
+        ran = command(machines, "sh", "-c", "/bin/true; echo went on")
+        assert (ran.returncode, ran.stdout) == (2, ""), ran
+        assert "Cannot fork" in ran.stderr and ran.stderr.count("\n") == 1
+    ran = command(machines, "sh", "-c", "/bin/true; echo went on")
+    assert (ran.returncode, ran.stdout) == (0, "went on\n"), ran
+
+
+def test_no_processes_at_all(machines: Machines) -> None:
+    """Root in the guest takes the kernel's own limit down to its least."""
+    running(machines)
+    script = (
+        "limit=/proc/sys/kernel/threads-max; was=$(cat $limit); echo 20 >$limit && echo low;"
+        " read _; echo $was >$limit"
+    )
+    with beside(machines, "web1", "--user", "root", "--", "sh", "-c", script) as root:
+        assert root.stdout is not None
+        assert root.stdout.readline() == "low\n"
+        for more in ((), ("--json",)):
+            ran = machines.run("exec", "web1", *more, "--", "true")
+            assert ran.exit == 1, ran
+            told = ran.lines[-1]["error"]["message"] if more else ran.err
+            assert "nothing can be started in the guest: it has no more processes" in told
+            assert ran.err.count("\n") == 1
+        with Person(["attach", "web1", "--shell"], machines.env | {"TERM": "xterm"}) as person:
+            code, said = person.end()
+            assert code == 1 and "it has no more processes" in said
+    ran = command(machines, "true")
+    assert ran.returncode == 0, ran
