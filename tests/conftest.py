@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from support.machines import Machines
 
 # No example has a time: hosts are busy.
 settings.register_profile("agent-box", deadline=None)
@@ -36,3 +41,18 @@ def house() -> Iterator[object]:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[object]:
+    """A `support.machines.Machines` that is up."""
+    from support.machines import Machines
+
+    with closing(Machines()) as made:
+        made.up()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def port(machines: Machines) -> str:
+    return machines.port()

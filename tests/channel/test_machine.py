@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,16 +41,6 @@ def flood(connection):
 agent.Agent._control = lambda self, connection: flood(connection)
 pid1.main()
 """
-
-
-@pytest.fixture(scope="module")
-def machines() -> Iterator[Machines]:
-    made = Machines()
-    try:
-        made.up()
-        yield made
-    finally:
-        made.close()
 
 
 def resident_kib(pid: int) -> int:

@@ -6,11 +6,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support import guestport
 from support.machines import DISK, Machines
 from support.until import until
 
@@ -24,24 +22,6 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def machines() -> Iterator[Machines]:
-    made = Machines()
-    try:
-        made.up()
-        yield made
-    finally:
-        made.close()
-
-
-@pytest.fixture(scope="module")
-def port(machines: Machines) -> str:
-    """The digest of a drive `guest` in which tests can run code."""
-    drive = machines.root / "guest.erofs"
-    guestport.drive(machines.part("guest"), drive)
-    return machines.add(drive)
-
-
-@pytest.fixture(scope="module")
 def machine(machines: Machines, port: str) -> str:
     """One that is provisioned, for tests that leave it running."""
     instance = machines.create()
@@ -50,13 +30,9 @@ def machine(machines: Machines, port: str) -> str:
     return instance
 
 
-def ask(machines: Machines, instance: str, code: str, *, boot: int = 1) -> str:
-    return guestport.run(machines.paths.runtime, instance, code, boot=boot, seconds=60).strip()
-
-
 def guest_skew_s(machines: Machines, instance: str) -> float:
     before = time.time()
-    there = int(ask(machines, instance, "import time; print(time.time_ns())"))
+    there = int(machines.ask(instance, "import time; print(time.time_ns())"))
     return there / 1e9 - (before + time.time()) / 2
 
 
@@ -86,16 +62,15 @@ def test_the_agent_process_may_die_again_and_again(machines: Machines, machine: 
     )
     seen = set()
     for _ in range(4):
-        seen.add(ask(machines, machine, find + "   print(p); os.kill(int(p), 9)"))
+        seen.add(machines.ask(machine, find + "   print(p); os.kill(int(p), 9)"))
         assert abs(machines.set_time(machine).skew_ms) < 1000
     assert len(seen) == 4
     kept = "import json; print(json.load(open('/run/box/provision.json'))['hostname'])"
-    assert ask(machines, machine, kept) == "work"
+    assert machines.ask(machine, kept) == "work"
 
 
 def test_pid_1_survives_every_signal(machines: Machines, machine: str) -> None:
-    said = ask(
-        machines,
+    said = machines.ask(
         machine,
         "import os\nfor n in range(1, 65): os.kill(1, n)\n"
         "for _ in range(300):\n if os.fork() == 0: os._exit(1)\n"
@@ -107,24 +82,22 @@ def test_pid_1_survives_every_signal(machines: Machines, machine: str) -> None:
         "import os\nprint(sum(open(f'/proc/{p}/stat').read().split()[2] == 'Z'"
         " for p in os.listdir('/proc') if p.isdigit() and os.path.exists(f'/proc/{p}/stat')))"
     )
-    until("orphans are reaped", lambda: ask(machines, machine, zombies) == "0")
+    until("orphans are reaped", lambda: machines.ask(machine, zombies) == "0")
 
 
 def test_a_process_of_the_agents_uid_cannot_end_it(machines: Machines, machine: str) -> None:
     """A fork bomb, in the group that all of the agent's processes are in, and signals."""
     group = "/sys/fs/cgroup/agent"
     few = 150  # of these each forks again and again
-    most, room = ask(
-        machines,
+    most, room = machines.ask(
         machine,
         f"print(open('{group}/pids.max').read(), open('/proc/sys/kernel/threads-max').read())\n"
         f"open('{group}/pids.max', 'w').write('{few}')",
     ).split()
     assert 0 < int(most) < int(room)
     # All of them weigh as much as one process of ours.
-    assert ask(machines, machine, f"print(open('{group}/cpu.weight').read())") == "100"
-    ask(
-        machines,
+    assert machines.ask(machine, f"print(open('{group}/cpu.weight').read())") == "100"
+    machines.ask(
         machine,
         "import os, time\n"
         "from agent_box.guest import processes, system\n"
@@ -148,16 +121,16 @@ def test_a_process_of_the_agents_uid_cannot_end_it(machines: Machines, machine: 
     until(
         "the bomb is refused",
         lambda: (
-            int(ask(machines, machine, f"print(open('{group}/pids.events').read().split()[1])")) > 0
+            int(machines.ask(machine, f"print(open('{group}/pids.events').read().split()[1])")) > 0
         ),
         seconds=60,
     )
     assert abs(machines.set_time(machine).skew_ms) < 5000
-    assert int(ask(machines, machine, f"print(open('{group}/pids.current').read())")) <= few
-    ask(machines, machine, f"open('{group}/cgroup.kill', 'w').write('1')")
+    assert int(machines.ask(machine, f"print(open('{group}/pids.current').read())")) <= few
+    machines.ask(machine, f"open('{group}/cgroup.kill', 'w').write('1')")
     until(
         "it is over",
-        lambda: ask(machines, machine, f"print(open('{group}/pids.current').read())") == "0",
+        lambda: machines.ask(machine, f"print(open('{group}/pids.current').read())") == "0",
         seconds=60,
     )
 
@@ -167,11 +140,11 @@ def test_files_are_the_agents_and_sudo_is_as_provisioned(machines: Machines, mac
         "import os; r='/run/box/root'; print(os.path.exists(r+'/etc/sudoers.d/agent-box'),"
         " os.stat(r+'/home/agent').st_uid, open(r+'/etc/hostname').read().strip())"
     )
-    assert ask(machines, machine, look) == "False 1000 work"
+    assert machines.ask(machine, look) == "False 1000 work"
     machines.provision(machine, sudo=True, hostname="other")
-    assert ask(machines, machine, look) == "True 1000 other"
+    assert machines.ask(machine, look) == "True 1000 other"
     machines.provision(machine)
-    assert ask(machines, machine, look) == "False 1000 work"
+    assert machines.ask(machine, look) == "False 1000 work"
 
 
 def test_space_that_the_guest_frees_is_given_back(machines: Machines, machine: str) -> None:
@@ -180,15 +153,14 @@ def test_space_that_the_guest_frees_is_given_back(machines: Machines, machine: s
     def used() -> int:
         return os.stat(image).st_blocks * 512 >> 20
 
-    ask(
-        machines,
+    machines.ask(
         machine,
         "import os\nwith open('/run/box/data/x', 'wb') as f:\n"
         " for _ in range(40): f.write(os.urandom(1 << 20))\n"
         " os.fsync(f.fileno())",
     )
     assert used() >= 40
-    ask(machines, machine, "import os; os.unlink('/run/box/data/x'); os.sync()")
+    machines.ask(machine, "import os; os.unlink('/run/box/data/x'); os.sync()")
     until("it shrinks", lambda: used() < 10)
 
 
@@ -290,9 +262,9 @@ def test_a_disk_that_grew_is_grown(machines: Machines, port: str) -> None:
     machines.boot(instance, guest=port)
     machines.provision(instance)
     size = "import os; s = os.statvfs('/run/box/data'); print(s.f_blocks * s.f_frsize)"
-    assert int(ask(machines, instance, size)) > 3.5 * DISK
+    assert int(machines.ask(instance, size)) > 3.5 * DISK
     marker = "import os; f = open('/run/box/root/home/agent/kept', 'w'); f.write('x'); os.sync()"
-    ask(machines, instance, marker)
+    machines.ask(instance, marker)
     began = time.monotonic()
     machines.poweroff(instance)
     machines.until_state(instance, "stopped")
@@ -304,8 +276,7 @@ def test_a_disk_that_grew_is_grown(machines: Machines, port: str) -> None:
     machines.boot(instance, 2, guest=port)
     machines.provision(instance, 2)
     assert (
-        ask(machines, instance, "print(open('/run/box/root/home/agent/kept').read())", boot=2)
-        == "x"
+        machines.ask(instance, "print(open('/run/box/root/home/agent/kept').read())", boot=2) == "x"
     )
     machines.engine("kill", machines.vmm(instance, 2))
 

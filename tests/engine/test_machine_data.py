@@ -8,11 +8,11 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from support import guestport, procs
+from support import procs
 from support.machines import Machines
+from support.spoil import fill
 from support.until import until
 
 from agent_box.bus.errors import Reason, Refusal
@@ -27,28 +27,6 @@ BUSY_S = 3.0  # a bound on that on a busy host
 KEPT = "/run/box/root/home/agent/kept"
 
 
-@pytest.fixture(scope="module")
-def machines() -> Iterator[Machines]:
-    made = Machines()
-    try:
-        made.up()
-        yield made
-    finally:
-        made.close()
-
-
-@pytest.fixture(scope="module")
-def port(machines: Machines) -> str:
-    """The digest of a drive `guest` in which tests can run code."""
-    drive = machines.root / "guest.erofs"
-    guestport.drive(machines.part("guest"), drive)
-    return machines.add(drive)
-
-
-def ask(machines: Machines, instance: str, code: str, *, boot: int = 1) -> str:
-    return guestport.run(machines.paths.runtime, instance, code, boot=boot, seconds=60).strip()
-
-
 def write(machines: Machines, instance: str, text: str, *, boot: int) -> None:
     """Appends a line and syncs that file and nothing else."""
     code = (
@@ -56,11 +34,11 @@ def write(machines: Machines, instance: str, text: str, *, boot: int) -> None:
         f" f.write({text!r} + '\\n'); f.flush(); os.fsync(f.fileno())\n"
         f"d = os.open(os.path.dirname({KEPT!r}), os.O_RDONLY); os.fsync(d); print('done')"
     )
-    assert ask(machines, instance, code, boot=boot) == "done"
+    assert machines.ask(instance, code, boot=boot) == "done"
 
 
 def read(machines: Machines, instance: str, *, boot: int) -> list[str]:
-    return ask(machines, instance, f"print(open({KEPT!r}).read())", boot=boot).split()
+    return machines.ask(instance, f"print(open({KEPT!r}).read())", boot=boot).split()
 
 
 def test_a_synced_file_is_there_whatever_ends(machines: Machines, port: str) -> None:
@@ -126,10 +104,10 @@ def test_a_jump_of_the_hosts_clock_is_in_the_guest_at_once(machines: Machines, s
     machines.provision(steady)
     for off_s in (HOURS_4_S, -HOURS_4_S):
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(ask, machines, steady, wait)
+            waiting = pool.submit(machines.ask, steady, wait)
             until(
                 "the guest looks at its clock",
-                lambda: int(ask(machines, steady, LOOKERS)) > 0,
+                lambda: int(machines.ask(steady, LOOKERS)) > 0,
             )
             jumped = time.time()
             machines.move_clock(off_s * 10**9)
@@ -161,7 +139,7 @@ def test_a_long_pause_is_made_up_for(machines: Machines, steady: str, seconds: i
     assert abs(machines.set_time(steady).skew_ms) < 1000
     assert time.monotonic() - resumed < JUMP_S + BUSY_S
     before = time.time()
-    there = int(ask(machines, steady, "import time; print(time.time_ns())")) / 1e9
+    there = int(machines.ask(steady, "import time; print(time.time_ns())")) / 1e9
     assert before - 1 < there < time.time() + 1
 
 
@@ -179,19 +157,9 @@ def small() -> Iterator[Machines]:
         made.close()
 
 
-def fill(machines: Machines, *, leave: int) -> Path:
-    path = machines.instances() / "filler"
-    free = os.statvfs(machines.instances())
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - leave)
-    return path
-
-
 def test_a_full_disk_during_create_start_and_run(small: Machines) -> None:
-    drive = small.root / "guest.erofs"
-    guestport.drive(small.part("guest"), drive)
-    port = small.add(drive)
-    filler = fill(small, leave=MIB)
+    port = small.port()
+    filler = fill(small.instances(), leave=MIB)
     with pytest.raises(Refusal, match="the host's disk is full") as refused:
         small.create()
     assert refused.value.reason is Reason.DISK_FULL
@@ -200,7 +168,7 @@ def test_a_full_disk_during_create_start_and_run(small: Machines) -> None:
     filler.unlink()
 
     instance = small.create()
-    filler = fill(small, leave=MIB)
+    filler = fill(small.instances(), leave=MIB)
     with pytest.raises(Refusal, match="the host's disk is full") as refused:
         small.boot(instance, guest=port)
     assert refused.value.reason is Reason.DISK_FULL
@@ -210,7 +178,7 @@ def test_a_full_disk_during_create_start_and_run(small: Machines) -> None:
     small.boot(instance, guest=port)
     small.provision(instance)
     write(small, instance, "before", boot=1)
-    filler = fill(small, leave=4 * MIB)
+    filler = fill(small.instances(), leave=4 * MIB)
     much = (
         "import hashlib, os\nif os.fork() == 0:\n"
         " data = b'0123456789abcdef' * 4096\n"
@@ -221,7 +189,7 @@ def test_a_full_disk_during_create_start_and_run(small: Machines) -> None:
         " os.sync(); os._exit(0)\n"
     )
     with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(ask, small, instance, much)  # it ends when the machine goes on
+        writing = pool.submit(small.ask, instance, much)  # it ends when the machine goes on
         small.until_state(instance, "paused", seconds=60)
         small.notes.wait("vmm-stalled")
         with pytest.raises(Refusal, match="make room") as refused:
@@ -236,13 +204,13 @@ def test_a_full_disk_during_create_start_and_run(small: Machines) -> None:
         "print(open('/run/box/root/home/agent/whole', 'rb').read() == b'0123456789abcdef' * 4096"
         " * 24 * 16)"
     )
-    assert ask(small, instance, whole) == "True"
+    assert small.ask(instance, whole) == "True"
     assert read(small, instance, boot=1) == ["before"]
     small.poweroff(instance)
     small.until_state(instance, "stopped", seconds=60)
     small.boot(instance, 2, guest=port)
     small.provision(instance, 2)
-    assert ask(small, instance, whole, boot=2) == "True"
+    assert small.ask(instance, whole, boot=2) == "True"
     small.engine("kill", engine.Vmm(instance=instance, boot=2))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.helperhouse import Client, HelperHouse, fresh
+from support.spoil import fill
 
 from agent_box.helper import capped, images, procs, record
 from agent_box.helper.places import Places, remove
@@ -111,16 +112,8 @@ def small() -> Iterator[HelperHouse]:
         made.close()
 
 
-def fill(place: HelperHouse, *, leave: int) -> Path:
-    path = place.instances() / "filler"
-    free = os.statvfs(place.instances())
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - leave)
-    return path
-
-
 def test_a_full_disk_is_told_before_anything_is_made(small: HelperHouse) -> None:
-    filler = fill(small, leave=MIB)
+    filler = fill(small.instances(), leave=MIB)
     with small.client() as client:
         with refused("exhausted") as caught:
             client.ask("allocate", id=fresh(), disk_bytes=GIB)
@@ -145,13 +138,13 @@ def test_a_disk_that_is_full_at_the_start_or_while_it_runs(small: HelperHouse) -
     name, launch = fresh(), fresh()
     with small.client() as client:
         client.ask("allocate", id=name, disk_bytes=64 * MIB)
-        filler = fill(small, leave=0)
+        filler = fill(small.instances(), leave=0)
         with refused("exhausted"):
             client.ask("launch", id=name, launch_id=launch, profile=small.profile())
         assert small.look(client, name)["state"] == "allocated"
         filler.unlink()
         client.ask("launch", id=name, launch_id=launch, profile=small.profile())
-        filler = fill(small, leave=0)
+        filler = fill(small.instances(), leave=0)
         # The end is known although it cannot be written where the disk is full.
         ended = client.ask("kill", id=name, launch_id=launch)
         assert (ended["state"], ended["exit"]["by"]) == ("exited", "kill")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from support import procs, vm
+from support import guestport, procs, vm
 from support.house import House, contract, inner_pid
 from support.notes import Notes
 from support.until import until
@@ -198,6 +198,17 @@ class Machines(House):
         self.boot(instance)
         self.provision(instance, **more)
         return instance
+
+    def port(self) -> str:
+        """The digest of a drive `guest` in which `ask` can run code."""
+        drive = self.root / "guest.erofs"
+        guestport.drive(self.part("guest"), drive)
+        return self.add(drive)
+
+    def ask(self, instance: str, code: str, *, boot: int = 1) -> str:
+        """What Python code prints, in a guest that was booted with `port`."""
+        runtime = self.paths.runtime
+        return guestport.run(runtime, instance, code, boot=boot, seconds=60).strip()
 
     def set_time(self, instance: str, boot: int = 1) -> Any:
         return self.call(

@@ -1,7 +1,8 @@
-"""What somebody does to a database who can write the file while its service does not run."""
+"""A database that somebody wrote to while its service did not run, and a disk that is full."""
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 
@@ -12,3 +13,12 @@ def spoil(path: Path, statement: str, *values: object) -> None:
     connection.execute(statement, values)
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     connection.close()
+
+
+def fill(directory: Path, *, leave: int) -> Path:
+    """A file that takes all of the file system of that directory but so many bytes."""
+    path = directory / "filler"
+    free = os.statvfs(directory)
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - leave)
+    return path

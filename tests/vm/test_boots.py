@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 from support.vm import START_S, Machines
@@ -25,12 +25,9 @@ ROOM_GIB = 24
 
 @pytest.fixture
 def host() -> Iterator[Machines]:
-    made = Machines()
-    try:
+    with closing(Machines()) as made:
         made.up()
         yield made
-    finally:
-        made.close()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from support import procs
@@ -23,12 +24,9 @@ PROGRAM_S = 1.0  # a bound on that on a busy host
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Machines]:
-    made = Machines()
-    try:
+    with closing(Machines()) as made:
         made.up()
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture(scope="module")

@@ -84,16 +84,6 @@ pid1.main()
 
 
 @pytest.fixture(scope="module")
-def machines() -> Iterator[Machines]:
-    made = Machines()
-    try:
-        made.up()
-        yield made
-    finally:
-        made.close()
-
-
-@pytest.fixture(scope="module")
 def guest(machines: Machines) -> str:
     return machines.machine(environment=[Variable(name="GIVEN", value="by the host")])
 
