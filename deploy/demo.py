@@ -200,7 +200,7 @@ class Demo:
         by = "a SCRIPTED model on this machine" if self.key is None else self.upstream
         self.say(f"the job: {self.harness}, driven by {by}")
         prompt = PROMPT.format(forge=forge, repository=REPOSITORY, branch=BRANCH)
-        self.run("run", NAME, "--timeout", "300", "--prompt", "-", stdin=prompt)
+        self.run("run", NAME, "--timeout", "900", "--prompt", "-", stdin=prompt)
 
     def _results(self, keys: dict[str, str]) -> None:
         bare = str(self.base / "forge" / f"{REPOSITORY}.git")

@@ -66,8 +66,10 @@ def test_each_does_its_own(job: Job) -> None:
 
 
 def test_none_writes_for_another(job: Job) -> None:
-    script = "cd ~/[0-9]*/ && git push origin HEAD:refs/heads/agent-box/w1/taken 2>&1"
+    push = "git push origin HEAD:refs/heads/agent-box/w1/taken"
+    script = f"cd ~/[0-9]*/ && if {push} 2>&1; then echo taken; else echo refused; fi"
     before = job.branches()
     ran = job.run("exec", "w0", "--", "sh", "-c", script, timeout=120)
-    assert ran.exit != 0 and "agent-box/w1" in ran.out, ran
+    assert ran.exit == 0 and ran.out.endswith("refused\n"), ran
+    assert job.last("w0", "request-refused")["reason"] == "push-ref"
     assert job.branches() == before
