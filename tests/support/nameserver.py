@@ -14,6 +14,18 @@ from scapy.layers.dns import DNS, DNSRR
 Record = tuple[str, str, int]  # type, value, ttl
 
 
+def _both(host: str, port: int) -> tuple[socket.socket, socket.socket]:
+    """Sockets at one port, for UDP and TCP."""
+    for _ in range(50):
+        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        udp.bind((host, port))
+        try:
+            return udp, socket.create_server((host, udp.getsockname()[1]))
+        except OSError:
+            udp.close()
+    raise OSError("no port is free for both")
+
+
 class NameServer:
     """`records` maps a name to its records; a name that is not there does not exist.
 
@@ -24,16 +36,15 @@ class NameServer:
         asked: names, in order.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        for _ in range(50):  # one port for both
-            self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            self._udp.bind((host, port))
-            self.port: int = self._udp.getsockname()[1]
-            try:
-                self._tcp = socket.create_server((host, self.port))
-                break
-            except OSError:
-                self._udp.close()
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        socks: tuple[socket.socket, socket.socket] | None = None,
+    ) -> None:
+        """`socks` are for UDP and TCP, bound, in the place of host and port."""
+        self._udp, self._tcp = _both(host, port) if socks is None else socks
+        self.port: int = self._udp.getsockname()[1]
         self.records: dict[str, list[Record]] = {}
         self.asked: list[str] = []
         self.rcode = 0

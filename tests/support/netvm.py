@@ -2,12 +2,17 @@
 
 Names lead there by a hosts file that the daemon sees in a mount namespace of its own, and rules
 with `--allow-reserved` let them.
+
+`Apart` has a loopback address of its own, where a test has the ports that an account may not have
+on the host's: that of a name server, which the network worker asks, and that of TLS.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -101,32 +106,8 @@ class Handler(BaseHTTPRequestHandler):
         """Tests have their own."""
 
 
-class Networked(Machines):
-    """An agent-box whose instance `web` may reach `one` and `two`."""
-
-    def __init__(self, *, config: str = CONFIG, with_image: bool = True) -> None:
-        super().__init__(config=config, with_image=with_image)
-        (self.home / "shelves").mkdir()
-        self.server = Server(self.home / "shelves")
-        shelves.stock(self.server.root, self.url("one", "").rstrip("/"))
-
-    def begin(self) -> None:
-        hosts = self.home / "hosts"
-        hosts.write_text("127.0.0.1 localhost one.test two.test own.test\n" + METADATA)
-        # whoever is first starts the daemon, here where /etc/hosts is another one
-        command = ["bwrap", "--dev-bind", "/", "/", "--ro-bind", str(hosts), "/etc/hosts"]
-        subprocess.run(
-            [*command, str(cli.BINARY), "list"],
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=True,
-            timeout=WAIT_S,
-        )
-        self.up()
-
-    def url(self, name: str, path: str = "/") -> str:
-        return f"http://{name}.test:{self.server.port}{path}"
+class Web(Machines):
+    """An agent-box with an instance `web`."""
 
     def inside(self, *argv: str, user: str = "agent") -> tuple[int, str]:
         """The exit status and the output of a command in the guest."""
@@ -162,13 +143,6 @@ class Networked(Machines):
     def curl(self, url: str) -> tuple[int, str]:
         return self.inside("curl", "-sS", "--max-time", "30", url)
 
-    def download(self, name: str, path: str) -> subprocess.Popen[str]:
-        """A download that does not end by itself, once it has begun."""
-        process = self.popen("exec", "web", "--", "curl", "-sS", "-o", "/dev/null",
-                             self.url(name, path), stderr=subprocess.PIPE)  # fmt: skip
-        until("it downloads", lambda: self.server.sent.get(path), seconds=WAIT_S)
-        return process
-
     def worker(self) -> int:
         found = self.run("inspect", "web", "--json").result["id"]
         record = json.loads((self.paths.state / "instances" / found / "state.json").read_text())
@@ -177,6 +151,41 @@ class Networked(Machines):
 
     def denials(self) -> list[dict[str, Any]]:
         return [e["facts"] for e in self.events("web") if e["kind"] == "flow-denied"]
+
+
+class Networked(Web):
+    """Its instance may reach `one` and `two`."""
+
+    def __init__(self, *, config: str = CONFIG, with_image: bool = True) -> None:
+        super().__init__(config=config, with_image=with_image)
+        (self.home / "shelves").mkdir()
+        self.server = Server(self.home / "shelves")
+        shelves.stock(self.server.root, self.url("one", "").rstrip("/"))
+
+    def begin(self) -> None:
+        hosts = self.home / "hosts"
+        hosts.write_text("127.0.0.1 localhost one.test two.test own.test\n" + METADATA)
+        # whoever is first starts the daemon, here where /etc/hosts is another one
+        command = ["bwrap", "--dev-bind", "/", "/", "--ro-bind", str(hosts), "/etc/hosts"]
+        subprocess.run(
+            [*command, str(cli.BINARY), "list"],
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=WAIT_S,
+        )
+        self.up()
+
+    def url(self, name: str, path: str = "/") -> str:
+        return f"http://{name}.test:{self.server.port}{path}"
+
+    def download(self, name: str, path: str) -> subprocess.Popen[str]:
+        """A download that does not end by itself, once it has begun."""
+        process = self.popen("exec", "web", "--", "curl", "-sS", "-o", "/dev/null",
+                             self.url(name, path), stderr=subprocess.PIPE)  # fmt: skip
+        until("it downloads", lambda: self.server.sent.get(path), seconds=WAIT_S)
+        return process
 
     def allow(self, name: str) -> None:
         rule = f"{name}.test:{self.server.port}"
@@ -187,3 +196,56 @@ class Networked(Machines):
         self.server.shutdown()
         self.server.server_close()
         super().close()
+
+
+# Makes sockets for the test, then becomes the command without the right to it.
+_BOUND = """
+import os, socket, sys
+tcp = [socket.create_server(("127.0.0.1", port)) for port in map(int, sys.argv[2].split())]
+udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+udp.bind(("127.0.0.1", 53))
+made = [each.fileno() for each in (udp, *tcp)]
+socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"made"], made)
+drop = ["setpriv", "--ambient-caps=-all", "--inh-caps=-all", "--bounding-set=-all"]
+os.execvp(drop[0], [*drop, *sys.argv[3:]])
+"""
+
+
+class Apart(Web):
+    """An agent-box in a network namespace of its own; `begin` starts it.
+
+    Attributes:
+        udp: bound to port 53 of its loopback address.
+        tcp: listening there, by port.
+    """
+
+    def begin(self, *ports: int) -> None:
+        """`ports` are listened on, besides 53."""
+        resolv, hosts = self.home / "resolv.conf", self.home / "hosts"
+        resolv.write_text("nameserver 127.0.0.1\n")
+        hosts.write_text("127.0.0.1 localhost\n")
+        wanted = (53, *ports)
+        ours, theirs = socket.socketpair()
+        began = subprocess.run(
+            [
+                *("bwrap", "--dev-bind", "/", "/", "--unshare-user", "--unshare-net"),
+                *("--cap-add", "CAP_NET_BIND_SERVICE"),
+                *("--ro-bind", str(resolv), "/etc/resolv.conf"),
+                *("--ro-bind", str(hosts), "/etc/hosts"),
+                *(sys.executable, "-c", _BOUND, str(theirs.fileno())),
+                *(" ".join(map(str, wanted)), str(cli.BINARY), "list"),
+            ],
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=2 * WAIT_S,
+            pass_fds=[theirs.fileno()],
+        )
+        # 14: it started the daemon, whose answer took too long on a busy host
+        assert began.returncode in (0, 14), began
+        with ours, theirs:
+            _, fds, _, _ = socket.recv_fds(ours, 16, 1 + len(wanted))
+        self.udp, *tcp = (socket.socket(fileno=fd) for fd in fds)
+        self.tcp = dict(zip(wanted, tcp, strict=True))
+        self.up()
