@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -21,6 +22,12 @@ settings.load_profile("agent-box")
 def pytest_configure(config: pytest.Config) -> None:
     if os.geteuid() == 0:
         pytest.exit("nothing of agent-box serves as root: run deploy/test", returncode=2)
+    # Whoever runs the tests in the background, or under nohup, lets them ignore these, and so
+    # would every program that a test starts and signals.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, usual)
 
 
 @pytest.fixture(autouse=True)
