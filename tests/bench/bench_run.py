@@ -209,7 +209,7 @@ class Scene:
                     **self.memory(), "command line": round(pss_kib(process.pid) / 1024, 1)
                 }.items():  # fmt: skip
                     most[name] = max(mib, most.get(name, 0))
-                time.sleep(LOOK_S)  # the next words
+                time.sleep(LOOK_S)  # while more words come; what it uses is seen by looking only
         finally:
             process.send_signal(signal.SIGINT)
             process.communicate()

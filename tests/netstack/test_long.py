@@ -6,7 +6,7 @@ import queue
 import select
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,35 +16,12 @@ from support.http2 import Client
 from support.nameserver import NameServer
 from support.planes import here
 from support.servers import Server
-from support.tunguest import TunGuest
 
 WHY_NOT = tunguest.unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 HOUR = 3600.0
 
 Make = Callable[..., Net]
-
-
-@pytest.fixture(scope="module")
-def guest() -> Iterator[TunGuest]:
-    made = TunGuest()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def net(guest: TunGuest, tmp_path: Path) -> Iterator[Make]:
-    """Makes a plane for the guest. Its name app.test is this host."""
-    made: list[Net] = []
-
-    def make(*rules: object, **more: object) -> Net:
-        more.setdefault("hosts", {"app.test": "127.0.0.1"})
-        made.append(Net(guest, tmp_path, *rules, **more))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def flows(plane: Net) -> int:

@@ -39,28 +39,6 @@ HARD = struct.pack("ii", 1, 0)
 Make = Callable[..., Net]
 
 
-@pytest.fixture(scope="module")
-def guest() -> Iterator[TunGuest]:
-    made = TunGuest()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def net(guest: TunGuest, tmp_path: Path) -> Iterator[Make]:
-    """Makes a plane for the guest. Its name app.test is this host."""
-    made: list[Net] = []
-
-    def make(*rules: object, **more: object) -> Net:
-        more.setdefault("hosts", {"app.test": "127.0.0.1"})
-        made.append(Net(guest, tmp_path, *rules, **more))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
     made: list[Server] = []
