@@ -20,7 +20,7 @@ from agent_box.bus.schema import Empty
 from agent_box.bus.server import Call, Handler, StreamHandler
 from agent_box.channel import guests, provisioning
 from agent_box.channel.contract import Guest, Provision, Provisioned
-from agent_box.channel.control import clock, hook_end
+from agent_box.channel.control import TIMER_MOST, clock, hook_end
 from agent_box.channel.events import Claim, Listener
 from agent_box.channel.guests import Forged, Link
 from agent_box.channel.harness import Harnesses
@@ -40,7 +40,7 @@ MARGIN_S: Final = 1.0  # of a call's deadline, for the answer
 LAST_S: Final = 1.0  # at the end, for what is still to be noted
 # In thousandths of its rate, what a guest's kernel may have taken its timer for. One that it takes
 # for slower wakes it early, to look again; for faster, and all that waits does so too long.
-TIMERS: Final = {"right": (700, 1150), "any": (1, 1 << 32)}
+TIMERS: Final = {"right": (700, 1150), "any": (1, TIMER_MOST)}
 FORGED_S: Final = 60.0  # a guest's forgeries are noted once in this time, with their number
 # What the engine says of a boot that is over, or never was.
 GONE: Final = frozenset((Reason.NOT_FOUND, Reason.CONFLICT, Reason.WRONG_STATE, Reason.BAD_REQUEST))

@@ -12,6 +12,7 @@ from agent_box.guest.wire import VERSION, Decoder, FrameError, Kind, VersionErro
 
 TEXT_MAX: Final = 500
 FRAME_MAX: Final = 1 << 16  # bytes that are held of a guest; a hello or a reply has far fewer
+TIMER_MOST: Final = 1 << 32  # in a hello
 _NS_MAX: Final = 1 << 63
 
 
@@ -132,7 +133,7 @@ def _hello(fields: dict[str, Any]) -> Hello:
     if boot is not None and (type(boot) is not int or boot < 0):
         raise FrameError("a hello with a bad boot")
     timer = fields.get("timer")  # one of an older image says nothing of it
-    if timer is not None and (type(timer) is not int or timer < 0):
+    if timer is not None and (type(timer) is not int or not 0 <= timer <= TIMER_MOST):
         raise FrameError("a hello with a bad timer")
     return Hello(_text(fields, "guest"), boot, disk["state"], _text(disk, "text"), timer)
 

@@ -55,6 +55,7 @@ def test_another_version_is_one_clear_line(versions: list[int]) -> None:
         ("guest", None), ("guest", 1), ("boot", -1), ("boot", True), ("boot", "1"),
         ("disk", None), ("disk", {}), ("disk", {"state": "fine", "text": ""}),
         ("timer", -1), ("timer", True), ("timer", 0.5), ("timer", "1000"),
+        ("timer", (1 << 32) + 1), ("timer", 10**400),
         ("disk", {"state": "ok", "text": 1}), ("disk", {"state": ["ok"], "text": ""}),
     ],
 )  # fmt: skip
