@@ -7,7 +7,9 @@ renamed under it, nor a whole file when two renames happened between two looks.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import glob
 import os
 import select
 from collections import deque
@@ -25,13 +27,14 @@ _IN_FLAGS: Final = os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def files(log: Path) -> list[Path]:
-    """The log's files that exist, oldest first."""
-    found = [log] if log.exists() else []
-    number = 1
-    while (older := log.with_name(f"{log.name}.{number}")).exists():
-        found.append(older)
-        number += 1
-    return found[::-1]
+    """The log's files that exist, oldest first. One may be renamed while it is looked for."""
+    numbered = [
+        (int(path.suffix[1:]), path)
+        for path in log.parent.glob(f"{glob.escape(log.name)}.*")
+        if path.suffix[1:].isdecimal()
+    ]
+    found = [path for _, path in sorted(numbered, reverse=True)]
+    return [*found, log] if log.exists() else found
 
 
 def last(log: Path, count: int | None) -> list[str]:
@@ -43,13 +46,10 @@ def last(log: Path, count: int | None) -> list[str]:
         OSError: a file is there and cannot be read.
     """
     lines: deque[str] = deque(maxlen=count)
-    for path in files(log):
-        try:
-            with path.open("rb") as file:
-                while raw := file.readline(LINE_MAX):
-                    lines.append(_text(raw))
-        except FileNotFoundError:
-            continue  # rotated away meanwhile
+    for file in _open(log):
+        with file:
+            while raw := file.readline(LINE_MAX):
+                lines.append(_text(raw))
     return list(lines)
 
 
@@ -103,55 +103,51 @@ class Follower:
                 continue
 
     def _open_at_end(self, tail: int | None) -> list[str]:
-        paths = files(self._log)
-        if not paths or paths[-1] != self._log:
-            return [] if tail == 0 else last(self._log, tail)
-        self._file = self._log.open("rb")
         lines: deque[str] = deque(maxlen=tail)
-        if tail != 0:
-            for path in paths[:-1]:
-                if os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
-                    continue  # it was rotated between the two looks
-                lines.extend(_text(raw + b"\n") for raw in path.read_bytes().split(b"\n")[:-1])
-        lines.extend(self._read())
+        for file in _open(self._log):
+            if self._file is not None:
+                lines.extend(self._close())
+            self._file = file
+            lines.extend(self._read())
         return list(lines)
 
     def _new(self) -> Iterator[str]:
         if self._file is None:
-            if not self._log.exists():
+            opened = _open(self._log)
+            if not opened:
                 return
-            self._file = self._log.open("rb")
+            self._file, *newer = opened
+            for file in newer:
+                file.close()
         yield from self._read()
         # Files that took our file's name since: ours was renamed, and is complete once more
         # read, because supervisord closes a file before it renames it.
         while (successor := self._successor()) is not None:
             yield from self._read()
-            if self._part:
-                yield _text(self._part)
-                self._part = b""
-            self._file.close()
+            yield from self._close()
             self._file = successor
             yield from self._read()
 
     def _successor(self) -> BinaryIO | None:
         """The file that was begun after the one that we read, when ours is not the newest."""
         assert self._file is not None
-        ours = os.fstat(self._file.fileno())
-        newer: Path | None = None
-        for path in reversed(files(self._log)):
-            try:
-                if os.path.samestat(path.stat(), ours):
-                    break
-            except FileNotFoundError:
-                return None  # a rename is going on and will be reported
-            newer = path
-        # Not found at all: it was rotated out; `newer` is then the oldest that there is.
-        if newer is None:
-            return None
-        try:
-            return newer.open("rb")
-        except FileNotFoundError:
-            return None
+        ours = _identity(self._file)
+        opened = _open(self._log)
+        found = [_identity(file) for file in opened]
+        # Not found at all: it was rotated out, and the oldest that there is came after it.
+        wanted = found.index(ours) + 1 if ours in found else 0
+        for number, file in enumerate(opened):
+            if number != wanted:
+                file.close()
+        return opened[wanted] if wanted < len(opened) else None
+
+    def _close(self) -> Iterator[str]:
+        """Our file has ended, be it in the middle of a line."""
+        assert self._file is not None
+        self._file.close()
+        if self._part:
+            yield _text(self._part)
+            self._part = b""
 
     def _read(self) -> Iterator[str]:
         assert self._file is not None
@@ -161,6 +157,34 @@ class Follower:
             while len(self._part) > LINE_MAX:
                 yield _text(self._part[:LINE_MAX])
                 self._part = self._part[LINE_MAX:]
+
+
+def _open(log: Path) -> list[BinaryIO]:
+    """The log's files as they stood at one moment, oldest first.
+
+    A name means another file after each rename, and a file only ever moves to an older name:
+    when every name still means the file that was opened by it, none was renamed in between.
+
+    Raises:
+        OSError: a file is there and cannot be read.
+    """
+    while True:
+        # A file that is not found was renamed meanwhile: look again.
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+            paths = files(log)
+            opened: list[BinaryIO] = [stack.enter_context(path.open("rb")) for path in paths]
+            named = [path.stat() for path in paths]
+            if files(log) == paths and all(
+                os.path.samestat(status, os.fstat(file.fileno()))
+                for status, file in zip(named, opened, strict=True)
+            ):
+                stack.pop_all()
+                return opened
+
+
+def _identity(file: BinaryIO) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino
 
 
 def _text(raw: bytes) -> str:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -459,6 +459,48 @@ def rotate(log: Path) -> None:
             older.rename(log.with_name(f"{log.name}.{number + 1}"))
     log.rename(log.with_name(f"{log.name}.1"))
     log.touch()
+
+
+@pytest.mark.parametrize("when", range(1, 21))
+def test_following_loses_nothing_at_a_rotation_between_two_steps_of_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int
+) -> None:
+    """A name that was found means another file a moment later: each of the follower's first
+    steps in turn is preceded by a rotation, be it a look at a name or the opening of one."""
+    log = tmp_path / "store.log"
+    log.write_text("0\n")
+    steps = written = 0
+
+    def write() -> None:
+        nonlocal written
+        monkeypatch.undo()
+        rotate(log)
+        written += 1
+        log.write_text(f"{written}\n")
+
+    def preceded(name: str, real: Callable[..., Any]) -> None:
+        def step(path: Path, *args: Any, **options: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == when:
+                write()  # and no hook from now on
+            return real(path, *args, **options)
+
+        monkeypatch.setattr(Path, name, step)
+
+    with Follower(log, None) as follower:
+        write()
+        write()
+        preceded("open", Path.open)
+        preceded("stat", Path.stat)
+        got = []
+        for line in follower.lines(timeout_s=10):
+            got.append(line)
+            if line == "2" and steps < when:
+                write()  # the step is one that the follower does not take
+            if len(got) == 4:
+                break
+    assert got == ["0", "1", "2", "3"]
 
 
 def test_following_loses_nothing_at_rotations(tmp_path: Path) -> None:
