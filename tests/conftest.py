@@ -30,6 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, usual)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Soaks, long fuzzing and full kill counts have an hour each where they name no time."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 @pytest.fixture(autouse=True)
 def private_umask() -> Iterator[None]:
     """What the product runs under; a test that changes it changes it for itself."""

@@ -27,7 +27,6 @@ from agent_box.process.secret import Secret
 from agent_box.store import seal
 from agent_box.store.contract import Name, Put, Sealed
 
-pytestmark = pytest.mark.serial
 ID = "0123456789abcdef0123456789abcdef"
 
 

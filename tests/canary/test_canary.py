@@ -42,7 +42,7 @@ from agent_box.store.contract import (
     Unlock,
 )
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.timeout(900)]
 
 EVERYWHERE = [Path("/tmp"), Path("/var/tmp"), Path("/dev/shm")]
 

@@ -30,8 +30,6 @@ model.stdout.readline()
 sys.exit(subprocess.run(sys.argv[1:]).returncode)
 """
 
-pytestmark = pytest.mark.serial
-
 
 @pytest.fixture(scope="module")
 def program() -> Iterator[Path]:

@@ -13,7 +13,6 @@ from support.machines import Machines
 from agent_box.bus.errors import Reason, Refusal
 
 pytestmark = [
-    pytest.mark.serial,
     pytest.mark.timeout(600),
 ]
 # It greets as box-guest does, and then says more than anybody asked for, on every stream.

@@ -32,8 +32,6 @@ from agent_box.process.watch import DEATHS, WITHIN_S
 from agent_box.registry import contract as registry
 from agent_box.store import contract as store
 
-pytestmark = pytest.mark.serial
-
 FEW = 3
 MANY = 20
 READY_S = 30.0  # a bound on a hang; what it took is printed

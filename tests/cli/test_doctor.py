@@ -475,7 +475,6 @@ def live_lines(live: Live) -> dict[str, dict[str, Any]]:
     return {line["key"]: line for line in live.run("doctor", "--json").result["lines"]}
 
 
-@pytest.mark.serial
 def test_each_service_says_for_itself_that_it_is_ready(live: Live) -> None:
     lines = live_lines(live)
     for name, row in live.services().items():
@@ -490,7 +489,6 @@ def test_each_service_says_for_itself_that_it_is_ready(live: Live) -> None:
     assert lines["helper"]["name"] != "helper-missing"
 
 
-@pytest.mark.serial
 def test_credentials_are_told_by_name_and_by_use_and_never_by_value(live: Live) -> None:
     before = live_lines(live)["credentials"]
     assert (before["status"], before["name"]) == ("note", "credential-missing")
@@ -504,7 +502,6 @@ def test_credentials_are_told_by_name_and_by_use_and_never_by_value(live: Live) 
     assert after["value"].endswith("; anthropic-api-key (anthropic), spare (no binding)")
 
 
-@pytest.mark.serial
 def test_a_daemon_with_another_config_is_a_gap(live: Live) -> None:
     other = live.home / "other.toml"
     other.write_text("version = 1\n")
@@ -513,7 +510,6 @@ def test_a_daemon_with_another_config_is_a_gap(live: Live) -> None:
     assert line["name"] == "config-mismatch"
 
 
-@pytest.mark.serial
 def test_a_stuck_service_is_a_gap_and_holds_up_nothing_else(live: Live) -> None:
     (pid,) = live.inner("store")
     os.kill(pid, signal.SIGSTOP)
@@ -527,7 +523,6 @@ def test_a_stuck_service_is_a_gap_and_holds_up_nothing_else(live: Live) -> None:
     assert lines["service-registry"]["status"] != "gap"
 
 
-@pytest.mark.serial
 def test_a_stuck_engine_is_no_gap_of_the_helper(live: Live) -> None:
     (pid,) = live.inner("engine")
     os.kill(pid, signal.SIGSTOP)
@@ -540,7 +535,6 @@ def test_a_stuck_engine_is_no_gap_of_the_helper(live: Live) -> None:
     assert lines["helper"]["value"].startswith("user mode; unknown, the engine cannot be asked: ")
 
 
-@pytest.mark.serial
 def test_a_helper_that_is_down_is_a_gap_while_the_daemon_runs(live: Live) -> None:
     live.control.stop("helper")
     try:
@@ -556,7 +550,6 @@ def test_a_helper_that_is_down_is_a_gap_while_the_daemon_runs(live: Live) -> Non
     until("the helper answers again", there, seconds=30)
 
 
-@pytest.mark.serial
 def test_a_service_that_stays_down_is_a_gap_with_its_reason(live: Live) -> None:
     killed: set[int] = set()
 

@@ -32,8 +32,8 @@ class Home:
         self.paths = Paths.from_env(self.env)
         self.config = directory / "config" / "agent-box"
 
-    def run(self, *words: str, **env: str) -> cli.Ran:
-        return cli.run(*words, env=self.env | env)
+    def run(self, *words: str, timeout: float = cli.BOUND_S, **env: str) -> cli.Ran:
+        return cli.run(*words, env=self.env | env, timeout=timeout)
 
     @property
     def idle(self) -> bool:
@@ -161,7 +161,6 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Live, Manifest]]:
         made.close()
 
 
-@pytest.mark.serial
 def test_gc_never_takes_what_an_instance_records(live: tuple[Live, Manifest]) -> None:
     box, used = live
     newer = images.plant(box.paths, "base", "newer")
@@ -177,7 +176,6 @@ def test_gc_never_takes_what_an_instance_records(live: tuple[Live, Manifest]) ->
     assert box.run("image", "gc").out == "0 images removed, 0 MiB freed\n"
 
 
-@pytest.mark.serial
 def test_gc_removes_nothing_when_nobody_can_say_what_is_used(live: tuple[Live, Manifest]) -> None:
     box, _ = live
     images.plant(box.paths, "rust")
@@ -255,19 +253,18 @@ def test_root_builds_nothing(home: Home) -> None:
         os.geteuid = real
 
 
-@pytest.mark.serial
 @pytest.mark.timeout(900)
 def test_only_the_guests_drive(home: Home) -> None:
     """The image itself takes long and is built once for all tests; this is quick."""
     from support import built
 
     image = built.install(home.paths)
-    ran = home.run("image", "build", "--guest", "--json")
+    ran = home.run("image", "build", "--guest", "--json", timeout=600)
     (made,) = ran.result["images"]
     assert made["digest"] == image.variant.sha256
     assert not made["changed"]
     assert set(made["phases"]) == {"guest", "checksums"}
-    text = home.run("image", "build", "--guest")
+    text = home.run("image", "build", "--guest", timeout=600)
     assert text.out == (
         f"base: sha256 {image.variant.sha256}, {image.source.packages} packages, "
         f"kernel {image.source.kernel}, as it was\n"

@@ -32,8 +32,6 @@ from agent_box.process.secret import Secret
 from agent_box.store import keepers, rules, seal
 from agent_box.store.contract import Protect, Put, Sealed, SealKey, Stored
 
-pytestmark = pytest.mark.serial
-
 CONFIG = """
 version = 1
 [bindings.anthropic]

@@ -28,8 +28,6 @@ from agent_box.cli.services import confined_pid
 from agent_box.process import notices
 from agent_box.process.paths import PROGRAMS, SERVICES
 
-pytestmark = pytest.mark.serial
-
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:

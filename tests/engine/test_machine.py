@@ -16,7 +16,6 @@ from agent_box.bus.errors import Reason, Refusal
 from agent_box.engine import contract as engine
 
 pytestmark = [
-    pytest.mark.serial,
     pytest.mark.timeout(600),
 ]
 

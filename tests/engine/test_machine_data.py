@@ -18,7 +18,7 @@ from support.until import until
 from agent_box.bus.errors import Reason, Refusal
 from agent_box.engine import contract as engine
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 
 MIB = 1 << 20
 HOURS_4_S = 4 * 3600

@@ -24,7 +24,6 @@ from agent_box.helper.places import Places
 from agent_box.helper.wire import Refused
 
 pytestmark = [
-    pytest.mark.serial,
     pytest.mark.skipif(not syscalls.CAN_INJECT, reason="needs x86-64 to count system calls"),
 ]
 MIB = 1 << 20

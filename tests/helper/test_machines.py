@@ -23,7 +23,6 @@ from support.until import until
 from agent_box.helper import capped, machine
 from agent_box.helper.wire import Refused
 
-pytestmark = pytest.mark.serial
 MIB = 1 << 20
 
 

@@ -16,7 +16,6 @@ from support.helperhouse import Client, fresh
 from support.live import Live
 from support.until import until
 
-pytestmark = pytest.mark.serial
 MIB = 1 << 20
 
 

@@ -20,8 +20,6 @@ from agent_box.process import daemon, lock
 from agent_box.process.paths import ROLES, SERVICES
 from agent_box.process.supervision import ControlError
 
-pytestmark = pytest.mark.serial
-
 
 @pytest.fixture
 def live() -> Iterator[Live]:

@@ -34,8 +34,6 @@ from agent_box.process.supervision import (
 )
 from agent_box.process.watch import DEATHS, WITHIN_S, Deaths
 
-pytestmark = pytest.mark.serial
-
 
 class Running:
     def __init__(self, root: Path, *programs: list[str]) -> None:

@@ -32,8 +32,6 @@ from agent_box.store.contract import (
     Unlock,
 )
 
-pytestmark = pytest.mark.serial
-
 
 class Running:
     """A confined store and its two callers."""

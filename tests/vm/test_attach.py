@@ -19,7 +19,7 @@ from support.drawn import Drawn
 from support.until import until
 from support.vm import Machines
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 
 LINES = "for n in $(seq 1 {}); do echo line $n; done"
 

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 import pytest
 from support.vm import START_S, Machines
 
-pytestmark = [pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 BOOTS = 50
 AT_ONCE = 10

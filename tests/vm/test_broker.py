@@ -20,7 +20,7 @@ from support.nginxgit import PRESENT, USER, GitServer
 from support.upstreams import App, Asked, Authority
 from support.vm import CONFIG, START_S, Machines
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]  # emulated, and hosts are busy
+pytestmark = [pytest.mark.timeout(600)]  # emulated, and hosts are busy
 
 REAL = "sk-real-credential-of-the-host"
 MINE = "refs/heads/agent-box/work/topic"

@@ -20,7 +20,6 @@ from support.jobs import NAME, Job
 from support.until import until
 
 pytestmark = [
-    pytest.mark.serial,
     pytest.mark.slow,
     pytest.mark.timeout(600),
 ]  # emulated, and hosts are busy

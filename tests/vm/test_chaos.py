@@ -18,7 +18,7 @@ from support import procs
 from support.until import until
 from support.vm import START_S, Machines
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.timeout(3600)]
 
 PROGRAMS = ("registry", "engine", "channel", "helper", "supervisord")
 FEW, MANY = 6, 100

@@ -15,7 +15,7 @@ from support import procs
 from support.until import until
 from support.vm import START_S, Machines
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]  # emulated, and hosts are busy
+pytestmark = [pytest.mark.timeout(600)]  # emulated, and hosts are busy
 
 PROGRAMS = ("registry", "channel", "engine", "store", "helper", "supervisord")
 LISTED_S = 1.0  # `list` answers within this, the start of the program not counted

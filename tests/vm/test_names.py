@@ -14,7 +14,7 @@ from support.netvm import WAIT_S, Apart
 from support.until import until
 from support.upstreams import Authority
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]  # emulated, and hosts are busy
+pytestmark = [pytest.mark.timeout(600)]  # emulated, and hosts are busy
 
 PLAIN, TLS = 8080, 443
 NO_WAY = 7  # curl: no connection

@@ -23,7 +23,7 @@ from support.vm import START_S
 
 from agent_box.netstack import routes
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]  # emulated, and hosts are busy
+pytestmark = [pytest.mark.timeout(600)]  # emulated, and hosts are busy
 
 RESET = 56  # curl: the connection was reset
 NO_NAME = 6  # curl: the name does not resolve

@@ -9,7 +9,7 @@ from support import shelves
 from support.netvm import Networked
 
 # An image is built, which takes minutes and a mirror of Debian.
-pytestmark = [pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 CONFIG = """\
 version = 1

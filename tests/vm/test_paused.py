@@ -25,7 +25,7 @@ from support.planes import Running
 from support.servers import Server
 from support.until import until
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 
 WAIT_S = 60.0  # a bound on a hang
 MUCH = 2 << 20  # bytes, by which a flow is under way

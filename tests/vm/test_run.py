@@ -15,7 +15,7 @@ from support import acpagent, cli
 from support.until import until
 from support.vm import CONFIG, Machines
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]  # emulated, and hosts are busy
+pytestmark = [pytest.mark.timeout(600)]  # emulated, and hosts are busy
 
 AGENT = "/home/agent/acpagent.py"
 SCRIPT = "/home/agent/script"

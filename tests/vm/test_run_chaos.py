@@ -23,7 +23,6 @@ from support.jobs import NAME, Job
 from support.until import until
 
 pytestmark = [
-    pytest.mark.serial,
     pytest.mark.slow,
     pytest.mark.timeout(3600),
 ]  # emulated, and hosts are busy

@@ -18,7 +18,6 @@ from support.until import until
 from support.vm import CONFIG, Machines
 
 pytestmark = [
-    pytest.mark.serial,
     pytest.mark.slow,
     pytest.mark.timeout(1800),
 ]  # emulated, and hosts are busy

@@ -10,7 +10,6 @@ from support import cli
 from support.jobs import Job
 
 pytestmark = [
-    pytest.mark.serial,
     pytest.mark.slow,
     pytest.mark.timeout(3600),
 ]  # emulated, and hosts are busy

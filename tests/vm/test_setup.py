@@ -14,7 +14,7 @@ from support.vm import Machines
 
 from agent_box.engine import chosen
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 LEAN = "version = 1\n[profiles.default]\nmemory = '256M'\ndisk = '256M'\ncpus = 1\n"
 
 

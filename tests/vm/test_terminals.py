@@ -20,7 +20,6 @@ from agent_box.bus.errors import Reason, Refusal
 from agent_box.channel.contract import Ended, Hook, Instance, Run, Size, Variable
 
 pytestmark = [
-    pytest.mark.serial,
     pytest.mark.timeout(600),
 ]
 # Its control port is as it should be until it is provisioned. Of the streams of each port some are

@@ -13,7 +13,7 @@ from support.attached import Person
 from support.until import until
 from support.vm import CONFIG, START_S, Machines
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 
 HOOK = "mkdir -p .agent-box; printf '%s' \"$1\" > .agent-box/hook.sh"
 

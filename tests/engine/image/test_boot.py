@@ -15,7 +15,7 @@ from support import built, microvm
 from agent_box.engine.image.manifest import Manifest
 from agent_box.process.paths import Paths
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.timeout(900)]
 
 PROBE = r"""
 import ctypes, json, os, socket, stat, subprocess, sys

@@ -247,7 +247,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.serial
 @pytest.mark.timeout(900)
 def test_it_tells_nothing_of_this_host(tree: Path) -> None:
     """Neither its name, its account and home, nor how it reaches its mirrors."""
@@ -272,7 +271,6 @@ def test_it_tells_nothing_of_this_host(tree: Path) -> None:
         assert [word for word in words if word.encode() in content] == [], file
 
 
-@pytest.mark.serial
 @pytest.mark.timeout(900)
 def test_what_is_in_it(tree: Path) -> None:
     accounts = dict(line.split(":", 1) for line in (tree / "etc/passwd").read_text().splitlines())
@@ -299,7 +297,6 @@ def test_what_is_in_it(tree: Path) -> None:
     assert (tree / "usr/share/doc/git/copyright").is_file()
 
 
-@pytest.mark.serial
 @pytest.mark.timeout(900)
 def test_its_python_is_compiled_and_never_checked_by_time(tree: Path) -> None:
     (library,) = (tree / "usr/lib").glob("python3.*")
@@ -313,7 +310,6 @@ def test_its_python_is_compiled_and_never_checked_by_time(tree: Path) -> None:
     ).exists()
 
 
-@pytest.mark.serial
 @pytest.mark.timeout(900)
 def test_the_parts_are_what_they_should_be() -> None:
     paths, image = built.ready()
@@ -332,7 +328,6 @@ def test_the_parts_are_what_they_should_be() -> None:
     assert {"python3", "git", "busybox-static", f"linux-image-{image.source.kernel}"} <= names
 
 
-@pytest.mark.serial
 @pytest.mark.timeout(900)
 def test_only_the_guests_drive_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -352,7 +347,6 @@ def test_only_the_guests_drive_is_made_anew(
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 @pytest.mark.timeout(1800)
 def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
     """Elsewhere, with another umask: what differs is found by digest."""
