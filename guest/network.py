@@ -138,9 +138,11 @@ class Pump:
         for fd, events in self._poll.poll(seconds):
             if fd == self._listener.fileno():
                 self._accept()
+            elif self._stream is None:
+                pass  # it ended in this very turn: what tun0 has waits for the next
             elif fd == self._tun:
                 self._take()
-            elif self._stream is not None and fd == self._stream.fileno():
+            elif fd == self._stream.fileno():
                 if events & ~select.EPOLLOUT:
                     self._give()
                 if events & select.EPOLLOUT and self._stream is not None:

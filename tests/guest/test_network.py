@@ -169,6 +169,15 @@ def test_a_stream_that_ends_is_waited_for_anew(place: Place) -> None:
     assert exactly(host, 34) == frame(b"q" * 30)
 
 
+def test_a_packet_that_comes_as_the_stream_ends_waits_for_the_next(place: Place) -> None:
+    place.dial().close()
+    place.kernel.send(b"q" * 30)
+    place.pump.turn(WAIT_S)  # hears of both
+    host = place.dial()
+    place.pump.turn(WAIT_S)
+    assert exactly(host, 34) == frame(b"q" * 30)
+
+
 def test_only_the_host_is_heard(tmp_path: Path) -> None:
     made = Place(tmp_path)
     made.pump = Pump(made.tun.fileno(), made.listener)
