@@ -12,7 +12,7 @@ from typing import Final
 from agent_box.netstack.poller import IN, UNSURE, Poller
 
 STAGGER_S: Final = 0.25  # RFC 8305 §5
-_BUSY: Final = (errno.EINPROGRESS, errno.EALREADY)
+_BEGUN: Final = (0, errno.EINPROGRESS, errno.EALREADY)
 _FULL: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Done = Callable[[socket.socket | None, str | None, int], None]
@@ -20,6 +20,8 @@ Done = Callable[[socket.socket | None, str | None, int], None]
 
 def order(addresses: Sequence[str]) -> list[str]:
     """IPv6 and IPv4 by turns, the first family first (RFC 8305 §4)."""
+    if len(addresses) == 1:
+        return list(addresses)
     six = [a for a in addresses if ":" in a]
     four = [a for a in addresses if ":" not in a]
     mixed = []
@@ -96,7 +98,7 @@ class Dial:
                 # The guest's own probes are answered here, so only we can see that nobody is there.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 code = sock.connect_ex((address, self._port))
-                if code not in (0, *_BUSY):
+                if code not in _BEGUN:
                     raise OSError(code, "")
                 attempt = _Attempt(self, sock, address)
                 self._poller.watch(sock.fileno(), attempt)

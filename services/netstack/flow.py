@@ -6,6 +6,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Literal
 
 from agent_box.netstack.contract import Flow as Facts
@@ -23,6 +24,9 @@ _NOW_AND_HARD: Final = struct.pack("ii", 1, 0)  # SO_LINGER: close sends RST
 _PIECES: Final = 64  # in one sendmsg upstream
 _POURED: Final = 7  # segments read at once from an upstream that has filled one already
 _ACK_S: Final = 0.001  # what an ACK waits for an answer of upstream's that it may go with
+# The same once the guest has finished. It has nothing more to send, so no program of its waits for
+# that ACK, and upstream mostly ends as well. Linux takes as long.
+_LAST_ACK_S: Final = 0.04
 HIGH: Final = 512 << 10  # queued for the link: then upstream waits
 
 
@@ -98,8 +102,8 @@ class Relay:
         self.flows: dict[bytes, Flow] = {}
         self.ready: deque[Flow] = deque()
         self.dirty: list[Flow] = []
-        self._later: list[Flow] = []
-        self.overdue = False  # `acknowledge` has something to do
+        self._later: dict[float, list[Flow]] = {_ACK_S: [], _LAST_ACK_S: []}
+        self.overdue: list[Flow] = []  # waited for so long that `acknowledge` is to be called
         self.bytes_up = 0
         self.bytes_down = 0
 
@@ -114,7 +118,7 @@ class Relay:
     def wake(self, flow: Flow) -> None:
         """There is room towards the guest again."""
         flow.blocked = False
-        if not flow.ready:
+        if not flow.ready and (flow.readable or flow.resend is not None):
             flow.ready = True
             self.ready.append(flow)
 
@@ -141,20 +145,22 @@ class Relay:
         self.dirty.clear()
 
     def _acknowledge_later(self, flow: Flow) -> None:
-        if not self._later:
-            self._poller.at(self._poller.now + _ACK_S, self._waited)
-        self._later.append(flow)
+        wait = _LAST_ACK_S if flow.finished else _ACK_S
+        later = self._later[wait]
+        if not later:
+            self._poller.at(self._poller.now + wait, partial(self._waited, wait))
+        later.append(flow)
 
-    def _waited(self) -> None:
-        self.overdue = True
+    def _waited(self, wait: float) -> None:
+        self.overdue += self._later[wait]
+        self._later[wait].clear()
 
     def acknowledge(self) -> None:
         """Acknowledges what waited for an answer that did not come."""
-        self.overdue = False
-        later, self._later = self._later, []
-        for flow in later:
+        for flow in self.overdue:
             if flow.due:
                 flow.acknowledge()
+        self.overdue.clear()
 
     def _up(self, flow: Flow, pieces: list[memoryview]) -> None:
         flow.arrived = None

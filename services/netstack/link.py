@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from agent_box.netstack.packet import FRAME_MAX, LENGTH, VNET
+from agent_box.netstack.packet import FRAME_MAX, LENGTH, LENGTH_READ, VNET
 from agent_box.netstack.wire import Wire
 
 _BUFFER: Final = 1 << 20
@@ -68,7 +68,7 @@ class Link:
             at = 0
             wrong = None
             while end - at >= LENGTH:
-                length = int.from_bytes(buffer[at : at + LENGTH], "little")
+                (length,) = LENGTH_READ.unpack_from(buffer, at)
                 if not VNET < length <= FRAME_MAX:
                     wrong = length
                     break

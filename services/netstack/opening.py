@@ -6,6 +6,7 @@ import errno
 import secrets
 import socket
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -122,9 +123,9 @@ class Opener:
             return
         flow.facts = known
         if name is not None:
-            self._resolver.lookup(name, lambda found: self._found(flow, found))
+            self._resolver.lookup(name, partial(self._found, flow))
         elif address is not None:
-            self._dial(flow, [address])
+            self._dial(flow, {address: known})
 
     def forget(self, flow: Flow) -> None:
         """A flow ended while it waited."""
@@ -232,7 +233,7 @@ class Opener:
             if verdict is not None:
                 self._denied(flow, verdict, known)
                 return
-        allowed = []
+        allowed: dict[str, Facts] = {}
         refused: tuple[Verdict, Facts] | None = None
         for address in found.addresses:
             there = msgspec.structs.replace(known, address=address)
@@ -240,7 +241,7 @@ class Opener:
             if not usable(address):
                 continue
             if verdict.verdict == "allow":
-                allowed.append(address)
+                allowed[address] = there
             elif refused is None:
                 refused = verdict, there
         if allowed:
@@ -250,21 +251,26 @@ class Opener:
         else:
             self._failed(flow, errno.EHOSTUNREACH)
 
-    def _dial(self, flow: Flow, addresses: list[str]) -> None:
+    def _dial(self, flow: Flow, allowed: dict[str, Facts]) -> None:
         port = flow.key[10] << 8 | flow.key[11]
-        dial = Dial(self._poller, addresses, port, lambda *result: self._dialled(flow, *result))
+        done = partial(self._dialled, flow, allowed)
+        dial = Dial(self._poller, list(allowed), port, done)
         flow.dial = dial
         dial.start()
 
     def _dialled(
-        self, flow: Flow, sock: socket.socket | None, address: str | None, code: int
+        self,
+        flow: Flow,
+        allowed: dict[str, Facts],
+        sock: socket.socket | None,
+        address: str | None,
+        code: int,
     ) -> None:
         dial, flow.dial = flow.dial, None
-        known = flow.facts
-        if sock is None or known is None:
+        if sock is None or address is None:
             self._failed(flow, code)
             return
-        known = msgspec.structs.replace(known, address=address)
+        known = allowed[address]
         verdict = self._judge.flow(known, self._poller.now)
         if verdict.verdict != "allow":  # the policy changed while it connected
             self._poller.forget(sock.fileno())

@@ -45,6 +45,7 @@ PROHIBITED: Final = 13
 _NEEDS_CSUM: Final = 1
 _GSO_TCPV4: Final = 1
 
+LENGTH_READ: Final = struct.Struct("<I")
 HEAD: Final = struct.Struct("<IBBHHHH")  # length, flags, gso type, hdr len, gso size, start, offset
 IP_TCP: Final = struct.Struct(">BBHHHBBH4s4sHHIIBBHHH")
 _IP: Final = struct.Struct(">BBHHHBBH4s4s")
@@ -53,6 +54,9 @@ WORDS4: Final = struct.Struct(">4H")
 # Of an IPv4 and TCP header: version and length, total, fragment, protocol, addresses with ports,
 # seq, ack, data offset, flags, window.
 IP_TCP_READ: Final = struct.Struct(">BxHxxHxB2x12sIIBBH")
+# Such headers of ours: version and length, total, fragment, time to live and protocol, checksum,
+# addresses with ports, seq, ack, data offset and flags, window, checksum.
+IP_TCP_SEND: Final = struct.Struct(">HH2xHHH12sIIHHHxx")
 _MSS: Final = struct.Struct(">BBH")
 
 

@@ -50,7 +50,8 @@ from agent_box.netstack.poller import OUT, UNSURE, Poller
 from agent_box.netstack.reports import Report, Reporter
 from agent_box.netstack.resolver import Resolver
 from agent_box.netstack.sni import Hello
-from agent_box.netstack.tcp import CALLING, DATA, DEAD, OPEN, OPENED, RESET
+from agent_box.netstack.tcp import CALLING, DATA, OPEN, OPENED, RESET
+from agent_box.netstack.timers import Timers
 from agent_box.netstack.udp import UdpFlows
 from agent_box.netstack.wire import Timed, Wire
 
@@ -105,7 +106,10 @@ class Plane:
         """
         self._judge = Judge(policy, own)
         self._poller = Poller(clock)
-        self._wire = Wire(now=self._poller.now, memory=limits.memory, arm=self._arm)
+        timers = Timers(self._poller, self._due)
+        self._wire = Wire(
+            now=self._poller.now, memory=limits.memory, arm=timers.arm, disarm=timers.disarm
+        )
         self._reporter = Reporter(report)
         self._names = Names(limits.names)
         self._resolver = Resolver(
@@ -441,18 +445,11 @@ class Plane:
 
     # -- time, and the link
 
-    def _arm(self, flow: Timed) -> None:
-        flow.armed = flow.deadline
-        self._poller.at(flow.deadline, partial(self._fire, flow, flow.deadline))
-
-    def _fire(self, flow: Timed, when: float) -> None:
-        if flow.armed != when or not isinstance(flow, Flow):
-            return
-        flow.armed = inf
-        if flow.state == DEAD or flow.deadline is inf:
+    def _due(self, flow: Timed) -> None:
+        if not isinstance(flow, Flow) or flow.deadline is inf:
             return
         if flow.deadline > self._poller.now:
-            self._arm(flow)
+            self._wire.arm(flow)
             return
         bits = flow.timer()
         if bits & RESET:

@@ -24,7 +24,7 @@ from agent_box.netstack.packet import (
     FIN,
     HEAD,
     IP_MAX,
-    IP_TCP,
+    IP_TCP_SEND,
     LENGTH,
     MTU,
     PSH,
@@ -69,6 +69,9 @@ BURST: Final = 512 << 10  # sent again at once after a loss; more as it is ackno
 _M: Final = 0xFFFFFFFF
 _HALF: Final = 0x80000000
 _SCALE_UNIT: Final = 1 << SCALE
+_SCALED: Final = offer(MSS, SCALE)
+_UNSCALED: Final = offer(MSS, None)
+_IP_SUM: Final = 0x4500 + 0x4000 + 0x4000  # of an IPv4 header's words that are always the same
 _SEQ: Final = LENGTH + VNET + 20 + 4  # where a frame has its sequence number
 
 
@@ -91,8 +94,8 @@ class Tcp:
     """
 
     __slots__ = (
-        "_backoff", "_careful", "_dup", "_early", "_ip_sum", "_pseudo", "_recover", "_rtx",
-        "_shift", "_shown", "_tries", "armed", "arrived", "blocked", "deadline", "due", "fin_acked",
+        "_backoff", "_careful", "_dup", "_early", "_ends", "_recover", "_rtx", "_shift", "_shown",
+        "_sum", "_tries", "armed", "arrived", "blocked", "deadline", "due", "fin_acked",
         "fin_sent", "finished", "heard", "holding", "key", "mss", "rcv_nxt", "resend", "scaled",
         "segment", "snd_nxt", "snd_una", "snd_wnd", "state", "wire",
     )  # fmt: skip
@@ -126,9 +129,8 @@ class Tcp:
         self.deadline = inf
         self.armed = inf
         self.heard = wire.now
-        total = sum(WORDS4.unpack_from(key))
-        self._ip_sum = fold(total + 0x4500 + 0x4000 + 0x4000 + TCP)
-        self._pseudo = total + TCP
+        self._ends = key[4:8] + key[:4] + key[10:12] + key[8:10]
+        self._sum = fold(sum(WORDS4.unpack_from(key)) + TCP)
 
     # -- from the relay
 
@@ -252,6 +254,8 @@ class Tcp:
         self.state = DEAD
         self.deadline = inf
         wire = self.wire
+        if self.armed is not inf:
+            wire.disarm(self)
         if self._rtx:
             for seq, end, _, slot in self._rtx:
                 wire.kept -= cost((end - seq) & _M, slot)
@@ -327,8 +331,8 @@ class Tcp:
 
     def options(self, mss: int, scale: int | None) -> None:
         """What the guest's SYN offered."""
-        self.mss = mss = min(max(mss, 64), MSS)
-        self.segment = SEGMENT_MAX // mss * mss
+        self.mss = mss = MSS if mss >= MSS else max(mss, 64)
+        self.segment = mss if mss == MSS else SEGMENT_MAX // mss * mss
         self.scaled = scale is not None
         self._shift = scale or 0
 
@@ -531,6 +535,8 @@ class Tcp:
         if not flags & ACK or ack != self.snd_nxt or (seq - self.rcv_nxt) & _M > self._shown:
             return 0
         self._opened(ack, window << self._shift)
+        if payload is None and not flags & FIN:
+            return OPENED | ROOM
         return OPENED | ROOM | self.arrive(seq, ack, flags, window, payload)
 
     def _opened(self, ack: int, window: int) -> None:
@@ -543,7 +549,7 @@ class Tcp:
 
     def _handshake(self) -> None:
         flags = SYN | ACK if self.state == ANSWERED else SYN
-        self._emit((self.snd_nxt - 1) & _M, flags, b"", offer(MSS, SCALE if self.scaled else None))
+        self._emit((self.snd_nxt - 1) & _M, flags, b"", _SCALED if self.scaled else _UNSCALED)
         self.deadline = self.wire.now + RTO_S * 2**self._tries
         if self.deadline < self.armed:
             self.wire.arm(self)
@@ -620,17 +626,16 @@ class Tcp:
             window = self._shown
         else:
             window = self._shown >> SCALE if self.scaled else self._shown
-        ip_sum = self._ip_sum + total
-        ip_sum = ~((ip_sum & 0xFFFF) + (ip_sum >> 16)) & 0xFFFF
-        pseudo = fold(self._pseudo + header + length)
-        split = length > self.mss
-        key = self.key
-        return (
-            HEAD.pack(VNET + total, 1, split, 20 + header, self.mss if split else 0, 20, 16)
-            + IP_TCP.pack(
-                0x45, 0, total, 0, 0x4000, 64, TCP, ip_sum, key[4:8], key[0:4],
-                key[10] << 8 | key[11], key[8] << 8 | key[9], seq,
-                self.rcv_nxt if flags & ACK else 0, header << 2, flags, window, pseudo, 0,
-            )
-            + options
-        )  # fmt: skip
+        if length > self.mss:
+            vnet = HEAD.pack(VNET + total, 1, 1, 20 + header, self.mss, 20, 16)
+        else:
+            vnet = HEAD.pack(VNET + total, 1, 0, 20 + header, 0, 20, 16)
+        ip_sum = self._sum + _IP_SUM + total
+        ip_sum = (ip_sum & 0xFFFF) + (ip_sum >> 16)
+        ip_sum = ~(ip_sum + (ip_sum >> 16)) & 0xFFFF
+        pseudo = self._sum + header + length
+        pseudo = (pseudo & 0xFFFF) + (pseudo >> 16)
+        return vnet + IP_TCP_SEND.pack(
+            0x4500, total, 0x4000, 0x4000 | TCP, ip_sum, self._ends, seq,
+            self.rcv_nxt if flags & ACK else 0, header << 10 | flags, window, pseudo,
+        ) + options  # fmt: skip

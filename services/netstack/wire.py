@@ -18,7 +18,7 @@ class Timed(Protocol):
 
 
 def _nothing(_flow: Timed) -> None:
-    """Nobody waits for a timer."""
+    """Nobody keeps timers."""
 
 
 def cost(length: int, slot: memoryview | None) -> int:
@@ -40,6 +40,7 @@ class Wire:
         held: bytes taken from the guest that upstream has not taken yet.
         kept: bytes of memory for what was sent and not acknowledged.
         arm: called when a flow's `deadline` came nearer.
+        disarm: called when a flow that is `armed` ended.
         tap: gets every packet, for a capture.
     """
 
@@ -53,6 +54,7 @@ class Wire:
     kept: int = 0
     slots: list[memoryview] = field(default_factory=list)
     arm: Callable[[Timed], None] = _nothing
+    disarm: Callable[[Timed], None] = _nothing
     tap: Callable[[bytes], None] | None = None
 
     def slot(self) -> memoryview:

@@ -12,7 +12,9 @@ figure in that round.
   the candidate itself (ours: the worker; the pump in the guest is box-guest's own).
   The receiver counts, from the first byte to the last; no direction waits for the other, as pasta
   of Debian 12 keeps repeating what comes back on a connection that its guest has half closed.
-- connects: connections per second, 32 at a time, each with one byte there and back.
+- connects: connections per second, 32 at a time, each with one byte there and back, and
+  microseconds of the candidate's CPU for each. What the bench itself is busy with meanwhile is
+  said when it leaves little: then the figure is the bench's own.
 - latency: microseconds for a connect and an echo, one after the other.
 - idle: KB of memory for each of 2,000 idle connections.
 - forward: MB/s of one connection from the host into the guest through a forward.
@@ -47,6 +49,7 @@ IDLE = 2000
 TICKS = os.sysconf("SC_CLK_TCK")
 SINK, SOURCE, ECHO, TOLD = 9001, 9002, 9003, 9004
 WAIT_S = 30  # only ends what hangs
+BUSY = 0.85  # of the time: whoever is has hardly more to give
 KINDS = ("idle", "up", "down", "connects", "latency", "forward")
 NSENTER = ["nsenter", "--preserve-credentials", "-U", "-n", "-t"]
 BLOCK = bytes(1 << 20)
@@ -176,7 +179,7 @@ def _connects(address: str, port: int) -> float:
         poll.register(sock, select.EPOLLOUT)
 
     done = failed = 0
-    began = time.monotonic()
+    began, cpu = time.monotonic(), time.process_time()
     for _ in range(32):
         start()
     while time.monotonic() - began < SECONDS:
@@ -197,7 +200,14 @@ def _connects(address: str, port: int) -> float:
             start()
     if failed > done / 100:
         raise SystemExit(f"{failed} connections failed")
-    return done / (time.monotonic() - began)
+    seconds = time.monotonic() - began
+    _own("client", (time.process_time() - cpu) / seconds)
+    return done / seconds
+
+
+def _own(what: str, share: float) -> None:
+    if share > BUSY:
+        print(f"the bench's own {what} was busy for {share:.0%}", file=sys.stderr, flush=True)
 
 
 def ask(address: str, message: str) -> None:
@@ -240,6 +250,11 @@ def _listen(address: str, port: int) -> float:
 # -- candidates
 
 
+def _cpu(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
 class Candidate:
     def __init__(self, name: str, pid: int, enter: list[str], address: str) -> None:
         self.name = name
@@ -249,8 +264,7 @@ class Candidate:
         self.forward: tuple[str, int] | None = None
 
     def cpu(self) -> float:
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
+        return _cpu(self.pid)
 
     def memory_kb(self) -> int:
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
@@ -371,14 +385,14 @@ def bench(rounds: int, kinds: tuple[str, ...]) -> None:
     results: dict[str, dict[str, list[float]]] = {}
     with (
         tempfile.TemporaryDirectory() as directory,
-        _process(sys.executable, __file__, "serve"),
+        _process(sys.executable, __file__, "serve") as servers,
     ):
         for number in range(rounds):
             for name, make in makers.items():
                 if name != "agent-box" and shutil.which(name) is None:
                     continue
                 with make(Path(directory)) as candidate:
-                    found = _round(candidate, kinds)
+                    found = _round(candidate, kinds, servers.pid)
                 for key, value in found.items():
                     results.setdefault(name, {}).setdefault(key, []).append(value)
             print(f"after {number + 1} of {rounds} rounds, load {os.getloadavg()[0]:.1f}")
@@ -387,7 +401,8 @@ def bench(rounds: int, kinds: tuple[str, ...]) -> None:
 
 
 def _table(results: dict[str, dict[str, list[float]]]) -> None:
-    keys = ["up", "up cpu", "down", "down cpu", "connects", "latency", "idle", "forward"]
+    keys = ["up", "up cpu", "down", "down cpu", "connects", "conn cpu", "latency", "idle",
+            "forward"]  # fmt: skip
     print(f"{'':12}" + "".join(f"{key:>10}" for key in keys))
     for name, values in results.items():
         cells = [f"{statistics.median(values[k]):10.4g}" if k in values else f"{'-':>10}"
@@ -395,18 +410,18 @@ def _table(results: dict[str, dict[str, list[float]]]) -> None:
         print(f"{name:12}" + "".join(cells))
 
 
-def _round(candidate: Candidate, kinds: tuple[str, ...]) -> dict[str, float]:
+def _round(candidate: Candidate, kinds: tuple[str, ...], servers: int) -> dict[str, float]:
     found: dict[str, float] = {}
     candidate.measure("latency", ECHO)  # what is made once is made
     for kind in kinds:
         try:
-            found |= _one(candidate, kind)
+            found |= _one(candidate, kind, servers)
         except (ValueError, OSError) as error:
             print(f"{candidate.name} failed in {kind}: {type(error).__name__} {error}", flush=True)
     return found
 
 
-def _one(candidate: Candidate, kind: str) -> dict[str, float]:
+def _one(candidate: Candidate, kind: str, servers: int) -> dict[str, float]:
     """Raises ValueError or OSError: the candidate did not do it."""
     if kind == "idle":
         before_kb = candidate.memory_kb()
@@ -426,6 +441,11 @@ def _one(candidate: Candidate, kind: str) -> dict[str, float]:
                 rate = float(json.loads(told.recv(100)))
         cpu = (candidate.cpu() - before) / (rate * SECONDS / 1e9)
         return {kind: rate / 1e6, f"{kind} cpu": cpu}
+    if kind == "connects":
+        before, server = candidate.cpu(), _cpu(servers)
+        rate = candidate.measure(kind, ECHO)
+        _own("server", (_cpu(servers) - server) / SECONDS)
+        return {kind: rate, "conn cpu": (candidate.cpu() - before) / (rate * SECONDS) * 1e6}
     if kind == "forward":
         if candidate.forward is None:
             return {}

@@ -28,7 +28,7 @@ from support.tunguest import GATEWAY, TunGuest
 
 from agent_box.netstack import plane as plane_module
 from agent_box.netstack.opening import Limits
-from agent_box.netstack.packet import ACK, GUEST, PSH, SYN, tcp_head
+from agent_box.netstack.packet import ACK, FIN, GUEST, PSH, SYN, tcp_head
 from agent_box.netstack.plane import Plane
 from agent_box.netstack.reports import Denied, Limited, Revoked
 
@@ -383,6 +383,14 @@ def test_a_lone_acknowledgement_waits_for_the_answer_and_no_longer(tmp_path: Pat
             answer = IP(answers.pop())[TCP]
             assert not answer.payload and answer.flags == "A" and answer.ack == 112
             assert not heard()
+            guest(112, ack + 6, ACK | FIN)
+            assert server.recv(10) == b""
+            now[0] += 0.002
+            assert not heard(), "who has finished waits for no acknowledgement"
+            now[0] += 0.05
+            assert heard()
+            answer = IP(answers.pop())[TCP]
+            assert not answer.payload and answer.flags == "A" and answer.ack == 113
         plane.close()
 
 
