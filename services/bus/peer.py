@@ -195,6 +195,14 @@ class Peer:
         if not pending.done:
             self._end(pending, None, self._too_late(pending))
 
+    def expire_until(self, now: int) -> int | None:
+        """Ends the calls whose deadline has passed. The first deadline of the others."""
+        calls = [*self._waiting, *self._in_flight.values()]
+        for pending in calls:
+            if pending.deadline <= now:
+                self.expire(pending)
+        return min((each.deadline for each in calls if not each.done), default=None)
+
     def open(self, method: Stream, body: bytes, deadline: int, notify: Callable[[], None]) -> Flow:
         """Takes a stream. `notify` is called whenever something about it has changed.
 
