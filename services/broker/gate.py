@@ -33,6 +33,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Final
 
+import msgspec
+
 from agent_box.broker import git, kinds, nonces, routes
 from agent_box.broker.head import Head
 from agent_box.broker.lfs import Batch, BatchReader, Issued
@@ -65,16 +67,14 @@ class Peer:
     ca_file: str | None  # the binding's, which the verification also trusted
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """What the store said when it was asked for one request."""
 
     serial: int  # of that request's head
     credential: Secret | None  # None: it has none of this name, or cannot read it
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(msgspec.Struct, frozen=True):
     """What is known about a request beside itself. None: not known yet, or not there."""
 
     socket: str  # id of the instance whose socket it came in on
@@ -92,8 +92,7 @@ class Facts:
 Access = Route | git.Access
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(msgspec.Struct, frozen=True):
     """Where a request goes: the binding's upstream, or what an LFS link stands for."""
 
     upstream: Upstream
@@ -102,8 +101,7 @@ class Way:
     ca_file: str | None
 
 
-@dataclass(frozen=True)
-class Later:
+class Later(msgspec.Struct, frozen=True):
     """What can be known yet holds: time to connect, and to ask the store."""
 
     binding: Binding

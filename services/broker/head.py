@@ -10,9 +10,10 @@ reading must then agree. Sources: RFC 9112 sections 2.2, 3, 5, 6 and 11.2; RFC 9
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from agent_box.broker import routes
 from agent_box.broker.refusal import Reason, Refuse
@@ -33,8 +34,9 @@ _HEADER: Final = re.compile(
 )
 _NUMBER: Final = re.compile(rb"0|[1-9][0-9]{0,15}")
 _ONCE: Final = (b"content-length", b"transfer-encoding", b"expect", b"upgrade", b"content-type")
+_NO_OPTIONS: Final[frozenset[bytes]] = frozenset()
 # Read as another name by servers that hand headers on as CGI variables.
-_FRAMING_ALIASES: Final = (b"content_length", b"transfer_encoding", b"content-length_")
+_FRAMING_ALIASES: Final = frozenset((b"content_length", b"transfer_encoding", b"content-length_"))
 
 
 class Framing(StrEnum):
@@ -43,8 +45,7 @@ class Framing(StrEnum):
     CHUNKED = "chunked"
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """A request's head that every parser reads alike.
 
     `headers` have lowercase names and values without space at the ends, in the order sent.
@@ -129,13 +130,14 @@ def parse(untrusted_raw: bytes, serial: int) -> Head | Refuse:
 def _whole(
     serial: int, method: str, untrusted_target: bytes, headers: tuple[tuple[bytes, bytes], ...]
 ) -> Head | Refuse:
-    names = [name for name, _ in headers]
-    for name in _ONCE:
-        if names.count(name) > 1:
-            return _framing(f"{name.decode()} stands there twice")
-    if any(name in names for name in _FRAMING_ALIASES):
-        return _framing("a header's name looks like one that frames the message")
     one = dict(headers)  # of those that stand there once
+    if len(one) < len(headers):
+        names = [name for name, _ in headers]
+        for name in _ONCE:
+            if names.count(name) > 1:
+                return _framing(f"{name.decode()} stands there twice")
+    if not _FRAMING_ALIASES.isdisjoint(one):
+        return _framing("a header's name looks like one that frames the message")
     framed = _framed(one)
     if isinstance(framed, Refuse):
         return framed
@@ -182,14 +184,11 @@ _TOKEN: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 def connection_options(headers: tuple[tuple[bytes, bytes], ...]) -> frozenset[bytes] | None:
     """What the Connection headers name, lowercase (RFC 9110 section 7.6.1); None: unreadable."""
-    found: set[bytes] = set()
-    for name, value in headers:
-        if name == b"connection":
-            options = [option.strip(b" \t").lower() for option in value.split(b",")]
-            if not all(_TOKEN.fullmatch(option) for option in options if option):
-                return None
-            found.update(option for option in options if option)
-    return frozenset(found)
+    values = [value for name, value in headers if name == b"connection"]
+    if not values:
+        return _NO_OPTIONS
+    options = {option.strip(b" \t").lower() for option in b",".join(values).split(b",")} - {b""}
+    return frozenset(options) if all(map(_TOKEN.fullmatch, options)) else None
 
 
 def _framed(one: dict[bytes, bytes]) -> tuple[Framing, int | None] | Refuse:
@@ -210,11 +209,12 @@ def _framed(one: dict[bytes, bytes]) -> tuple[Framing, int | None] | Refuse:
 
 def agrees(head: Head, event: h11.Request) -> bool:
     """Whether h11 read the same bytes as this head."""
+    headers = [(name.lower(), value) for name, value in event.headers.raw_items()]
     return (
         event.method == head.method.encode()
         and event.http_version == b"1.1"
-        and bytes(event.target) == head.asked
-        and [(n.lower(), v) for n, v in event.headers.raw_items()] == _as_h11(head)
+        and event.target == head.asked
+        and headers == (_as_h11(head) if head.framing is Framing.CHUNKED else list(head.headers))
     )
 
 

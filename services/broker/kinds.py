@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote, unquote_to_bytes
 
+import msgspec
+
 from agent_box.broker.head import Head
 from agent_box.config.model import KINDS as CONFIGURABLE
 from agent_box.config.model import Binding
@@ -20,8 +22,7 @@ from agent_box.config.model import Binding
 Headers = tuple[tuple[bytes, bytes], ...]
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True):
     """What carries the credential upstream: headers, and pairs to add to the query."""
 
     headers: Headers

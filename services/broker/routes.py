@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote, unquote_to_bytes
+
+import msgspec
 
 from agent_box.broker.refusal import Reason, Refuse
 from agent_box.config.model import Route
@@ -30,8 +31,7 @@ _NEVER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\\%;\u2028\u2029\ufeff\ufffe\uff
 _SAFE: Final = "/-._~!$&'()*+,=:@"
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """A request target in origin-form that passed every rule.
 
     `path` is decoded once; `segments` are those between its slashes, the last one empty when
@@ -68,7 +68,8 @@ def read(untrusted: bytes) -> Target | Refuse:
     segments: list[str] = []
     for piece in raw[1:].split(b"/"):
         try:
-            segment = unquote_to_bytes(piece).decode()  # strict: no overlong form, no surrogate
+            decoded = unquote_to_bytes(piece) if b"%" in piece else piece
+            segment = decoded.decode()  # strict: no overlong form, no surrogate
         except UnicodeDecodeError:
             return _bad("the path is not UTF-8")
         if "/" in segment:
@@ -92,7 +93,7 @@ def find(routes: Sequence[Route], method: str, target: Target) -> Route | Refuse
     matching = [route for route in routes if _matches(route, target)]
     if not matching:
         return Refuse(Reason.PATH_UNKNOWN, 404, "no route of this binding has this path")
-    best = max(matching, key=_rank)
+    best = max(matching, key=_rank) if len(matching) > 1 else matching[0]
     if method not in best.methods:
         return Refuse(Reason.METHOD, 405, "the route of this path does not allow this method")
     return best

@@ -8,7 +8,6 @@ upstream is connected to and the store has answered.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import secrets
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import h11
+import msgspec
 
 from agent_box.broker import gate, git, lfs, usage
 from agent_box.broker import head as heads
@@ -79,13 +79,15 @@ class Boot:
 
     def upstream(self, binding: str, way: gate.Way) -> Upstream:
         key = (binding, way)
-        if key not in self._upstreams:
+        upstream = self._upstreams.get(key)
+        if upstream is None:
             if len(self._upstreams) >= _UPSTREAMS_MAX:  # links of git-lfs lead to many hosts
                 self._upstreams.pop(next(iter(self._upstreams))).close()
             pem = None if way.ca_file is None else self._ca[way.ca_file]
             desk = self._desk
-            self._upstreams[key] = Upstream(way, pem, desk.limits, desk.resolve)
-        return self._upstreams[key]
+            upstream = Upstream(way, pem, desk.limits, desk.resolve)
+            self._upstreams[key] = upstream
+        return upstream
 
     def prune(self) -> None:
         for upstream in self._upstreams.values():
@@ -185,7 +187,7 @@ class Session:
                 commands = _TOO_SLOW
             if isinstance(commands, Refuse):
                 return commands
-            facts = dataclasses.replace(facts, commands=commands)
+            facts = msgspec.structs.replace(facts, commands=commands)
             judged = gate.judge(head, facts)
             refused = judged if isinstance(judged, Refuse) else None
         if refused is not None:

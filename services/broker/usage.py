@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from agent_box.broker.refusal import Reason, Refuse
 from agent_box.config.model import Binding
 
@@ -24,8 +26,7 @@ BYTES_A_TOKEN: Final = 4  # where a reply does not tell: about what text takes, 
 _MODEL: Final = re.compile(r"[A-Za-z0-9._:/@-]{1,128}")
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(msgspec.Struct, frozen=True):
     """Of one reply. `input` is without what came from or went into a cache.
 
     `known`: the provider said so; else all are 0, or guessed by `charged`.

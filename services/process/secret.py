@@ -22,7 +22,7 @@ class Secret:
     __slots__ = ("__value",)
 
     def __init__(self, value: bytes | bytearray | memoryview) -> None:
-        if not isinstance(value, bytes | bytearray | memoryview):
+        if not isinstance(value, (bytes, bytearray, memoryview)):
             raise TypeError("a secret is made from bytes")  # the message must not show it
         self.__value: bytearray | None = bytearray(value)
 

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,7 +64,7 @@ def nonce_of(case: Case, **changed: object) -> None:
 
 
 def spoil(case: Case, **facts: object) -> None:
-    case.facts = replace(case.facts, **facts)  # type: ignore[arg-type]
+    case.facts = msgspec.structs.replace(case.facts, **facts)
 
 
 def running_with(case: Case, **changed: object) -> None:
@@ -229,7 +230,7 @@ def test_whatever_a_guest_sends_is_refused_or_was_in_order(kind: str, junk: byte
 def test_what_is_not_known_yet_is_waited_for(kind: str) -> None:
     case = sound(kind)
     for late in ({"peer": None}, {"answer": None}, {"peer": None, "answer": None}):
-        spoil(case, **sound(kind).facts.__dict__ | late)
+        spoil(case, **msgspec.structs.asdict(sound(kind).facts) | late)
         held = case.judge()
         assert isinstance(held, Later)
         assert held.way.upstream == held.binding.upstream

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from agent_box.broker import git, nonces
 from agent_box.broker.gate import Answer, Facts, Inject, Peer, Running, judge
@@ -111,7 +112,7 @@ def facts(
         commands=git.Commands(()),
         issued=None,
     )
-    return replace(whole, **other)
+    return msgspec.structs.replace(whole, **other)
 
 
 def injected(kind: str, more: bytes = b"Content-Length: 2\r\n", **other: Any) -> Inject:
