@@ -39,12 +39,6 @@ class Decoder(Protocol):
     def feed(self, untrusted: bytes) -> Iterator[bytes]: ...
 
 
-class Identity:
-    def feed(self, untrusted: bytes) -> Iterator[bytes]:
-        if untrusted:
-            yield untrusted
-
-
 class _Zlib:
     """gzip, of one member or several, and deflate, with its wrapper or without."""
 
@@ -147,11 +141,10 @@ class Decoded:
         names = (
             untrusted_encoding.decode("latin-1").lower().split(",") if untrusted_encoding else ()
         )
-        known = [name.strip() for name in names]
-        known = [name for name in known if name not in ("", "identity")]
+        known = [name for each in names if (name := each.strip()) not in ("", "identity")]
         if len(known) > CODINGS_MAX or any(name not in _CODINGS for name in known):
             raise Unknown
-        self._decoders = [_CODINGS[name]() for name in reversed(known)] or [Identity()]
+        self._decoders = [_CODINGS[name]() for name in reversed(known)]
         self.identity = not known
         self._came = self._decoded = 0
 
@@ -161,10 +154,14 @@ class Decoded:
         Raises:
             Unreadable, Bomb: nothing more can be said of what follows.
         """
+        if self.identity:
+            if untrusted:
+                yield untrusted
+            return
         self._came += len(untrusted)
         for piece in self._through(untrusted, 0):
             self._decoded += len(piece)
-            if not self.identity and self._decoded > FREE + RATIO * self._came:
+            if self._decoded > FREE + RATIO * self._came:
                 raise Bomb
             yield piece
 

@@ -324,14 +324,15 @@ class Exchange:
             Broken: something was.
         """
         while True:
-            try:
-                event = self._machine.next_event()
-            except h11.RemoteProtocolError:
-                raise self._broken(
-                    Reason.UPSTREAM_GARBAGE, 502, "the upstream's reply is not HTTP"
-                ) from None
-            if event is not h11.NEED_DATA:
-                return event
+            if self._heard:
+                try:
+                    event = self._machine.next_event()
+                except h11.RemoteProtocolError:
+                    raise self._broken(
+                        Reason.UPSTREAM_GARBAGE, 502, "the upstream's reply is not HTTP"
+                    ) from None
+                if event is not h11.NEED_DATA:
+                    return event
             self._guest.flush()
             try:
                 more = await self._read()
@@ -392,7 +393,7 @@ class Exchange:
 
 def _one(headers: Headers, name: bytes) -> bytes | None:
     """A header's value; None when there is none, or more than one."""
-    found = [bytes(value) for each, value in headers if each == name]
+    found = [value for each, value in headers if each == name]
     return found[0] if len(found) == 1 else None
 
 
@@ -406,4 +407,4 @@ def _length(headers: Headers) -> int:
 
 def _list(headers: Headers, name: bytes) -> bytes | None:
     """The values of a header that is a list, as one (RFC 9110 section 5.3)."""
-    return b", ".join([bytes(value) for each, value in headers if each == name]) or None
+    return b", ".join([value for each, value in headers if each == name]) or None

@@ -209,8 +209,8 @@ def reply(
     Args:
         method: of the request; a reply to HEAD may tell a length without having a body.
     """
-    headers = tuple((name.lower(), value) for name, value in untrusted)
-    if any(_CONTROL.search(value) for _, value in headers):
+    headers = tuple([(name.lower(), value) for name, value in untrusted])
+    if _CONTROL.search(b" ".join([value for _, value in headers])):
         return Refuse(Reason.REPLY_BAD, 502, "a header of the reply has a control character")
     options = connection_options(headers)
     if options is None:
@@ -246,7 +246,8 @@ def _upgrade_to(headers: Headers) -> list[bytes]:
 def _reply_framing(headers: Headers, status: int, method: str) -> Headers:
     if status < 200 or status == 204:
         return ()
-    if any(name == b"transfer-encoding" for name, _ in headers):
+    names = [name for name, _ in headers]
+    if b"transfer-encoding" in names:
         return ((b"transfer-encoding", b"chunked"),)
     lengths = {value for name, value in headers if name == b"content-length"}
-    return tuple((b"content-length", each) for each in sorted(lengths))
+    return tuple([(b"content-length", each) for each in sorted(lengths)])

@@ -58,12 +58,11 @@ class Guest:
         buffer = self._buffer
         until = self._clock() + (self._limits.head_s if buffer else self._limits.idle_s)
         while True:
-            size = heads.end(buffer)
+            size = heads.end(buffer) if buffer else None
             if size is not None:
                 self._buffer = buffer[size:]
                 return buffer[:size]
-            hopeless = heads.hopeless(buffer)
-            if hopeless is not None:
+            if buffer and (hopeless := heads.hopeless(buffer)) is not None:
                 return hopeless
             try:
                 more = await self._line.read(until)

@@ -40,7 +40,8 @@ class Tally:
     ) -> None:
         self._count: Final = count
         self._measured: Final = measured
-        self._moved = Count()  # and not told yet
+        self._told = 0, 0  # of `up` and `down`
+        self._tokens: Count | None = None  # that are not told yet
         self._settled = False  # its tokens are counted
         self.meter: usage.Meter | None = None
         self.up = self.down = 0
@@ -48,27 +49,29 @@ class Tally:
     def sent(self, size: int) -> None:
         """So many bytes went up."""
         self.up += size
-        self._moved.bytes_up += size
         self._flush_much()
 
     def received(self, size: int) -> None:
         """So many bytes came down."""
         self.down += size
-        self._moved.bytes_down += size
         self._flush_much()
 
     def settle(self, *, whole: bool) -> None:
         """The exchange is over: its tokens are known, or never will be. Only the first counts."""
         if not self._settled:
             self._settled = True
-            self._moved.add(self._measured(self.meter, Ended(self.up, self.down, whole)))
+            self._tokens = self._measured(self.meter, Ended(self.up, self.down, whole))
 
     def flush(self) -> None:
         """Tells what was not told yet."""
-        if not self._moved.empty:
-            moved, self._moved = self._moved, Count()
-            self._count(moved)
+        if (self.up, self.down) == self._told and self._tokens is None:
+            return
+        count, self._tokens = self._tokens or Count(), None
+        count.bytes_up, count.bytes_down = self.up - self._told[0], self.down - self._told[1]
+        self._told = self.up, self.down
+        if not count.empty:
+            self._count(count)
 
     def _flush_much(self) -> None:
-        if self._moved.bytes_up + self._moved.bytes_down >= FLUSH_BYTES:
+        if self.up + self.down - sum(self._told) >= FLUSH_BYTES:
             self.flush()

@@ -33,6 +33,7 @@ class Tls(asyncio.Transport, asyncio.BufferedProtocol):
         self._line: Final = line
         self._raw: asyncio.Transport | None = None
         self._shaken: Final[asyncio.Future[None]] = asyncio.get_running_loop().create_future()
+        self._is_up = False  # the handshake is over, and went well
 
     async def handshake(self, seconds: float) -> None:
         """Waits until it is over.
@@ -88,11 +89,6 @@ class Tls(asyncio.Transport, asyncio.BufferedProtocol):
 
     # ------------------------------------------------------------------ records
 
-    @property
-    def _is_up(self) -> bool:
-        shaken = self._shaken
-        return shaken.done() and not shaken.cancelled() and shaken.exception() is None
-
     def _shake(self) -> None:
         """A step of the handshake."""
         try:
@@ -105,6 +101,7 @@ class Tls(asyncio.Transport, asyncio.BufferedProtocol):
         else:
             self._flush()
             self._shaken.set_result(None)
+            self._is_up = True
             self._line.connection_made(self)
 
     def _fail(self, error: Exception) -> None:
@@ -123,6 +120,9 @@ class Tls(asyncio.Transport, asyncio.BufferedProtocol):
                     got = cast(int, self._ssl.read(len(room) - size, room[size:]))
                     size += got
                     over = got == 0  # TLS's own goodbye
+                    if not (self._incoming.pending or self._ssl.pending()):
+                        more = False  # which OpenSSL would tell by an exception
+                        break
             except ssl.SSLWantReadError:
                 more = False
             except ssl.SSLError as error:

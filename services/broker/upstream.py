@@ -126,9 +126,6 @@ class Upstream:
                 return connection
         return await self._connect()
 
-    def _old(self, connection: Connection, now: float) -> bool:
-        return now - connection.idle_since > self._limits.pool_idle_s
-
     def give(self, connection: Connection) -> None:
         """Back, after an exchange that ended in order."""
         if self._closed or not connection.usable or len(self._idle) >= self._limits.pool_each:
