@@ -25,12 +25,28 @@ install_packages() {
       fail "as root, run: apt-get update && apt-get install ${missing[*]}"
     as_root=(sudo)
   fi
-  # A list of a third party that cannot be fetched is no reason to stop; the install decides.
-  "${as_root[@]}" apt-get update -qq || echo "apt-get update had errors, going on"
-  # thousands of lines for nobody; what is wrong is on stderr
-  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
-    apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null ||
-    fail "apt-get could not install ${missing[*]}"
+  # In one call: sudo asks once, and one whose answer did not come is not asked again. A list of
+  # a third party that cannot be fetched is no reason to stop; the install decides. What apt-get
+  # itself says is thousands of lines for nobody; what is wrong is on stderr.
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive bash -c '
+    apt-get update -qq || echo "apt-get update had errors, going on"
+    exec apt-get install -qq -y --no-install-recommends -o APT::Status-Fd=3 "$@" 3>&1 >/dev/null
+  ' bash "${missing[@]}" | show_progress || fail "apt-get could not install ${missing[*]}"
+}
+
+# From what apt-get tells on its status descriptor, a line for each tenth of the work.
+show_progress() {
+  local line told='' step
+  while IFS= read -r line; do
+    if [[ $line =~ ^(dl|pm)status:.*:([0-9]+)(\.[0-9]+)?: ]]; then
+      [[ ${BASH_REMATCH[1]} == dl ]] && step=downloading || step=installing
+      step+=" $((BASH_REMATCH[2] / 10 * 10)) %"
+      [[ $step == "$told" ]] || echo "  $step"
+      told=$step
+    else
+      printf '%s\n' "$line"
+    fi
+  done
 }
 
 # As root: gives an account the subordinate uids and gids that building an image needs, unless

@@ -71,6 +71,33 @@ def test_missing_packages_are_named_when_root_is_out_of_reach(command: str, tmp_
     assert "python3-venv bubblewrap libseccomp2" in done.stderr
 
 
+APT = """\
+[ "$1" = install ] || exit 100
+echo of no interest
+for told in dlstatus:1:3.1:a dlstatus:1:7.9:b pmstatus:libc6:amd64:62.5:c pmerror:x:66:e; do
+  echo $told >&3
+done
+exit 100
+"""
+
+
+def test_progress_is_shown_and_sudo_asked_once(tmp_path: Path) -> None:
+    sudo = f'[ "$1" = -n ] && exit 0; echo . >>{tmp_path}/asked; exec "$@"'
+    for name, does in (("dpkg-query", "echo not-installed"), ("sudo", sudo), ("apt-get", APT)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    done = run("deploy/quickstart", path=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("deploy/quickstart: apt-get could not install python3 ")
+    told = done.stdout.splitlines()
+    assert told[told.index("apt-get update had errors, going on") + 1 :] == [
+        "  downloading 0 %",
+        "  installing 60 %",
+        "pmerror:x:66:e",
+    ]
+    assert (tmp_path / "asked").read_text() == ".\n"
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
