@@ -282,6 +282,11 @@ def _no_kvm() -> str | None:
     """Why KVM need not be tried; None: it answers."""
     try:
         os.close(os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC))
+    except PermissionError as error:  # the usual case of an account without a desktop
+        return (
+            f"/dev/kvm: {error.strerror}; if its group may open it, join that, log in again, "
+            "then `agent-box daemon --stop` and `agent-box setup`"
+        )
     except OSError as error:
         return f"/dev/kvm: {error.strerror}"
     return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,14 @@ def test_kvm_that_runs_no_guest_is_told_and_tcg_chosen(
     assert host.tried[-1][1] is None  # the last resort has as long as any start
     why = "it aborts" if opens else "/dev/kvm: no"
     assert f"accelerator: tcg, because with kvm: {why}" in "".join(out._stderr.lines)  # type: ignore[union-attr]
+
+
+def test_who_may_not_open_kvm_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refused)
+    assert re.search("Permission denied; .* group .* log in again", setup._no_kvm() or "")
 
 
 @pytest.mark.parametrize("before", [None, "tcg"])
