@@ -445,6 +445,9 @@ def main() -> int:
     except Failed as failed:
         print(f"deploy/quickstart: {failed}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ndeploy/quickstart: interrupted; run again, it goes on", file=sys.stderr)
+        return 130  # as a shell has it
     demo.say("done. The machine runs on, and this is its agent-box:")
     program = demo.base / "agent-box"
     print(f"{program} attach {NAME} --shell    # or logs, usage, doctor; daemon --stop")

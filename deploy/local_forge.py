@@ -15,6 +15,7 @@ import hmac
 import os
 import ssl
 import subprocess
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
@@ -117,7 +118,8 @@ def main() -> None:
         forge.socket, server_side=True, do_handshake_on_connect=False
     )
     print(forge.server_address[1], flush=True)
-    forge.serve_forever()
+    with suppress(KeyboardInterrupt):  # of the terminal, and so for whoever started us
+        forge.serve_forever()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,14 @@ show_progress() {
   done
 }
 
+# A venv at DIRECTORY that can install: made anew where making it was cut short, or where the
+# system's Python is another one since.
+make_sound() {
+  "$1/bin/python" -m pip --version >/dev/null 2>&1 && return
+  rm -rf "$1"
+  "$python" -m venv "$1" || fail "cannot make $1"
+}
+
 # As root: gives an account the subordinate uids and gids that building an image needs, unless
 # it has some. An ordinary account has got them from useradd; a system account has not.
 give_subordinates() {

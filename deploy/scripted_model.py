@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -497,7 +498,8 @@ def main() -> None:
             server.socket, server_side=True, do_handshake_on_connect=False
         )
     print(server.server_address[1], flush=True)
-    server.serve_forever()
+    with suppress(KeyboardInterrupt):  # of the terminal, and so for whoever started us
+        server.serve_forever()
 
 
 if __name__ == "__main__":

@@ -55,3 +55,14 @@ def test_the_scripts_words_are_those_of_the_program(demo: Any) -> None:
     text = (ROOT / "deploy/quickstart").read_text()
     for words in (demo.HARNESSES, demo.PROVIDERS):
         assert f"({'|'.join(words)})" in text
+
+
+def test_an_interrupt_is_one_line(
+    demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_given", interrupted)
+    assert demo.main() == 130
+    assert capsys.readouterr().err == "\ndeploy/quickstart: interrupted; run again, it goes on\n"

@@ -98,6 +98,20 @@ def test_progress_is_shown_and_sudo_asked_once(tmp_path: Path) -> None:
     assert (tmp_path / "asked").read_text() == ".\n"
 
 
+@pytest.mark.parametrize("pip", ["exit 0", "exit 1", None])
+def test_a_venv_without_a_pip_that_runs_is_made_anew(tmp_path: Path, pip: str | None) -> None:
+    venv, maker = tmp_path / "venv", tmp_path / "maker"
+    (venv / "bin").mkdir(parents=True)
+    maker.write_text('#!/bin/sh\nmkdir "$3"\n')
+    maker.chmod(0o755)
+    if pip is not None:
+        (venv / "bin/python").write_text(f"#!/bin/sh\n{pip}\n")
+        (venv / "bin/python").chmod(0o755)
+    done = run("bash", "-c", f". deploy/packages.sh; python={maker}; make_sound {venv}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (venv / "bin").exists() == (pip == "exit 0")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
