@@ -37,6 +37,7 @@ install_packages() {
 # From what apt-get tells on its status descriptor, a line for each tenth of the work.
 show_progress() {
   local line told='' step
+  trap '' INT # a Ctrl-C is apt-get's, which ends what dpkg has begun, and tells of it here
   while IFS= read -r line; do
     if [[ $line =~ ^(dl|pm)status:.*:([0-9]+)(\.[0-9]+)?: ]]; then
       [[ ${BASH_REMATCH[1]} == dl ]] && step=downloading || step=installing
