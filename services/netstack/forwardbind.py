@@ -8,6 +8,7 @@ import socket
 from typing import Final
 
 from agent_box.bus.errors import Reason, Refusal
+from agent_box.config.addresses import plain
 from agent_box.netstack.contract import Forward
 
 BACKLOG: Final = 1024
@@ -21,7 +22,7 @@ def checked(untrusted: Forward) -> Forward:
     Refusal: BAD_REQUEST, no address or port, or one that is not loopback and not public.
     """
     try:
-        address = ipaddress.ip_address(untrusted.address)
+        address = plain(ipaddress.ip_address(untrusted.address))
     except ValueError:
         raise Refusal(Reason.BAD_REQUEST, f"{untrusted.address!r} is not an address") from None
     if not 0 <= untrusted.host_port <= 65535 or not 1 <= untrusted.guest_port <= 65535:

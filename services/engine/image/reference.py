@@ -9,6 +9,8 @@ import ipaddress
 import re
 from typing import Final, NamedTuple
 
+from agent_box.config.addresses import plain
+
 RULE: Final = "HOST[:PORT]/REPOSITORY@sha256: and 64 hex digits"
 _PART: Final = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"  # of the OCI distribution specification
 _WHOLE: Final = re.compile(
@@ -50,6 +52,6 @@ def is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return plain(ipaddress.ip_address(host)).is_loopback
     except ValueError:
         return False
