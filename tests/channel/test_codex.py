@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support import built, harnessguest
 from support.runs import RUN, Scene, said
+from support.source import ROOT
 
 from agent_box.config import presets
 
@@ -50,6 +51,8 @@ def played(root: Path, program: Path, play: Callable[[Scene], Awaitable[None]]) 
     wrap = [
         *("bwrap", "--unshare-all", "--die-with-parent", "--dev-bind", "/", "/"),
         *("--tmpfs", "/home", "--bind", str(home), "/home/agent"),
+        # the checkout and its venv may lie in /home, as a person's do
+        *("--ro-bind", str(ROOT), str(ROOT), "--ro-bind", sys.prefix, sys.prefix),
         *("--proc", "/proc", "--", sys.executable, "-c", INSIDE),
     ]
     given = [f"{k}={v}" for k, v in preset.settings(endpoint, KEY).items()]
