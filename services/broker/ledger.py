@@ -17,6 +17,7 @@ from agent_box.bus.durable import Durable, create
 
 APPLICATION: Final = 0x61626272  # "abbr"
 VERSION: Final = 1
+_PAGE: Final = 1024  # bytes: two small commits for each request write and check a page each
 DAY_MS: Final = 86_400_000
 
 _SCHEMA: Final = """
@@ -114,6 +115,7 @@ class Ledger:
                 version=VERSION,
                 schema=_SCHEMA,
                 fill=lambda connection: None,
+                page_bytes=_PAGE,
             )
         self._base: Final = Durable(path, application_id=APPLICATION, version=VERSION)
         self._db: Final = self._base.connection

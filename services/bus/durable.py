@@ -113,6 +113,7 @@ def create(
     version: int,
     schema: str,
     fill: Callable[[sqlite3.Connection], object],
+    page_bytes: int = 4096,
 ) -> None:
     """Makes a new database and gives it its name when it is complete.
 
@@ -121,7 +122,14 @@ def create(
     new = path.with_name(path.name + ".new")
     for leftover in _companions(path):  # of a database that is gone; SQLite would play it back
         leftover.unlink(missing_ok=True)
-    build(new, application_id=application_id, version=version, schema=schema, fill=fill)
+    build(
+        new,
+        application_id=application_id,
+        version=version,
+        schema=schema,
+        fill=fill,
+        page_bytes=page_bytes,
+    )
     os.link(new, path)  # and not a rename, which would take the place of another's
     new.unlink()
     _sync(path.parent)
@@ -134,6 +142,7 @@ def build(
     version: int,
     schema: str,
     fill: Callable[[sqlite3.Connection], object],
+    page_bytes: int = 4096,
 ) -> None:
     """Makes a complete new database at `path`, synced, with no companions beside it.
 
@@ -143,13 +152,14 @@ def build(
         schema: SQL statements.
         fill: makes what else belongs into it, such as tables of others; each change of its
             own in a transaction, or none.
+        page_bytes: of a page, and so the least that a commit writes.
 
     Raises:
         sqlite3.Error, OSError: it could not be made; leftovers may lie there.
     """
     for leftover in (path, *_companions(path)):
         leftover.unlink(missing_ok=True)
-    connection = _connect(path, "rwc")
+    connection = _connect(path, "rwc", page_bytes)
     try:
         connection.execute(f"PRAGMA application_id = {application_id}")
         connection.execute(f"PRAGMA user_version = {version}")
@@ -202,13 +212,14 @@ def name_of(error: sqlite3.Error) -> str:
     return "the disk is full" if name == "SQLITE_FULL" else name
 
 
-def _connect(path: Path, mode: str) -> sqlite3.Connection:
+def _connect(path: Path, mode: str, page_bytes: int | None = None) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     connection = sqlite3.connect(
         uri, uri=True, isolation_level=None, timeout=_BUSY_S, check_same_thread=True
     )
     try:
         for pragma in (
+            *([] if page_bytes is None else [f"page_size = {page_bytes}"]),  # of a new file
             "trusted_schema = OFF",  # a schema that somebody wrote must not call functions
             "cell_size_check = ON",
             "mmap_size = 0",  # a file that shrinks must be an error, not a SIGBUS
