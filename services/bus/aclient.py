@@ -175,7 +175,8 @@ class AsyncClient:
     def _came(self) -> None:
         """There are messages, or there is room. News of the line has a descriptor of its own."""
         self._link.messages()
-        self._write()
+        if self._peer.eager:
+            self._write()
 
     def _turn(self) -> None:
         self._again = None

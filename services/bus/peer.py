@@ -334,6 +334,12 @@ class Peer:
         if self._waiting:
             self._pump_calls(send)
 
+    @property
+    def eager(self) -> bool:
+        """Whether `pump` has something to do."""
+        greets = self.line is Line.GREETING and self._greeting is None
+        return greets or bool(self._waiting or self._frames or self._unopened)
+
     def idle(self) -> bool:
         """Whether nothing is pending: no call waits or is in flight, and no stream is open."""
         return not (self._waiting or self._in_flight or self._flows or self._unopened)
