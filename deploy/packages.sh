@@ -12,7 +12,7 @@ python=/usr/bin/python3 # the system's own: others may lie where another account
 
 # Installs the packages that are missing, by sudo where that may ask or need not.
 install_packages() {
-  local missing=() package as_root=()
+  local missing=() package as_root=() status=0 interrupted=''
   for package in "${packages[@]}"; do
     [[ $(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null) == installed ]] ||
       missing+=("$package")
@@ -28,10 +28,14 @@ install_packages() {
   # In one call: sudo asks once, and one whose answer did not come is not asked again. A list of
   # a third party that cannot be fetched is no reason to stop; the install decides. What apt-get
   # itself says is thousands of lines for nobody; what is wrong is on stderr.
+  trap 'interrupted=1' INT # apt-get ends what dpkg has begun first, and may then call it done
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive bash -c '
     apt-get update -qq || echo "apt-get update had errors, going on"
     exec apt-get install -qq -y --no-install-recommends -o APT::Status-Fd=3 "$@" 3>&1 >/dev/null
-  ' bash "${missing[@]}" | show_progress || fail "apt-get could not install ${missing[*]}"
+  ' bash "${missing[@]}" | show_progress || status=$?
+  trap - INT
+  [[ -z $interrupted ]] || kill -INT $$
+  ((status == 0)) || fail "apt-get could not install ${missing[*]}"
 }
 
 # From what apt-get tells on its status descriptor, a line for each tenth of the work.

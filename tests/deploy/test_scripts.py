@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -96,6 +97,37 @@ def test_progress_is_shown_and_sudo_asked_once(tmp_path: Path) -> None:
         "pmerror:x:66:e",
     ]
     assert (tmp_path / "asked").read_text() == ".\n"
+
+
+def test_an_interrupt_waits_for_apt_and_ends_the_script(tmp_path: Path) -> None:
+    apt = f"""\
+    [ "$1" = install ] || exit 0
+    trap '' INT
+    echo pmstatus:x:20.0:y >&3
+    until [ -e {tmp_path}/interrupted ]; do sleep 0.05; done
+    echo pmstatus:x:90.0:y >&3
+    """
+    sudo = '[ "$1" = -n ] || exec "$@"'
+    for name, does in (("dpkg-query", "echo not-installed"), ("sudo", sudo), ("apt-get", apt)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    with subprocess.Popen(
+        ["deploy/quickstart"],
+        cwd=ROOT,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": "/nonexistent"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # as at a terminal: a Ctrl-C is for all of them
+    ) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line == "  installing 20 %\n":
+                break
+        os.killpg(running.pid, signal.SIGINT)
+        (tmp_path / "interrupted").touch()
+        assert running.stdout.read() == "  installing 90 %\n"
+    assert running.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize("pip", ["exit 0", "exit 1", None])
