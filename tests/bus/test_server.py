@@ -311,7 +311,8 @@ def test_a_read_is_cancelled_at_its_deadline_and_gives_its_place_back(place: Pla
     async def main() -> None:
         async with serving(place) as house:
             client = house.client()
-            error = await refused(client.call("never", Empty(), deadline_s=0.2))
+            await client.call("ping", Empty())  # connected, which is no part of the call below
+            error = await refused(client.call("never", Empty(), deadline_s=1))
             assert error.reason is Reason.DEADLINE
             await house.server.drained()
             assert house.toy.ended == ["never"]
@@ -324,7 +325,8 @@ def test_what_changes_something_is_finished_after_its_deadline(place: Place) -> 
     async def main() -> None:
         async with serving(place) as house:
             client = house.client()
-            error = await refused(client.call("add_later", Number(n=400), deadline_s=0.1))
+            await client.call("ping", Empty())  # connected, which is no part of the call below
+            error = await refused(client.call("add_later", Number(n=1500), deadline_s=1))
             assert error.reason is Reason.DEADLINE
             await house.server.drained()
             assert place.added() == 1
