@@ -206,7 +206,7 @@ udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 udp.bind(("127.0.0.1", 53))
 made = [each.fileno() for each in (udp, *tcp)]
 socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"made"], made)
-drop = ["setpriv", "--ambient-caps=-all", "--inh-caps=-all", "--bounding-set=-all"]
+drop = ["setpriv", "--ambient-caps=-all", "--inh-caps=-all"]
 os.execvp(drop[0], [*drop, *sys.argv[3:]])
 """
 
