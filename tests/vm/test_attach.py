@@ -262,7 +262,8 @@ def test_windows_within_are_drawn_right(machines: Machines) -> None:
             "a border", lambda rows: len({row.find("│") for row in rows[:-1]} - {-1}) == 1
         )
         assert all("│" in row for row in border[:-1])
-        person.type(b"stty size\r")
+        # tmux draws first, and resizes what runs in its panes a moment later
+        person.type(b"until stty size | grep -x '29 49'; do sleep 0.1; done\r")
         screen.until("its size", lambda rows: any(row.endswith("│29 49") for row in rows))
         person.type(b"exit\r")
         screen.until("one pane", lambda rows: not any("│" in row for row in rows))

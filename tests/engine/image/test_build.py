@@ -263,7 +263,9 @@ def test_it_tells_nothing_of_this_host(tree: Path) -> None:
         socket.gethostname(),
         *debian.repositories("trixie", None).secrets,
     }
-    words = {word for word in words if len(word) > 4}
+    # A host may be called as Debian calls itself, and its image says that of every host.
+    own = (tree / "etc/os-release").read_text() + " localhost"
+    words = {word for word in words if len(word) > 4 and word not in own}
     files = [file for file in inside._texts(tree) if not file.name.endswith((".list", ".md5sums"))]
     assert len(files) > 100
     for file in files:
