@@ -30,7 +30,13 @@ from agent_box.bus import keys, wire
 CANARY = b"canary-b7e1"
 HOUSE = os.fsencode(Path(wire.__file__).parents[2])  # where our code lies on this host
 FORBIDDEN = (b"Traceback", b"Error(", b".py", b"site-packages", b"msgspec", b"/home", HOUSE)
-EXPECTED = ("dropped what is no message", "denied", "a call failed RuntimeError")
+EXPECTED = (
+    "dropped what is no message",
+    "denied",
+    "a call failed RuntimeError",
+    # after millions of messages
+    "a refusal is not on record Refusal('too many calls of the last two days are on record')",
+)
 
 
 class Attacker:
