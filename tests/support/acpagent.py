@@ -106,7 +106,7 @@ def slow(path: str) -> None:
 
 def works(repository: str) -> None:
     """Clones, commits a file of the prompt's name and pushes it to the branch of that name;
-    says `pushed COMMIT` when the forge took it, else `failed` and at which step."""
+    says `pushed COMMIT` when the forge took it, else `failed`, at which step, and git's words."""
     import subprocess
 
     prompt = opened()
@@ -119,7 +119,8 @@ def works(repository: str) -> None:
         done = subprocess.run(
             ["git", "-C", place, *who, *words], stdin=subprocess.DEVNULL, capture_output=True
         )
-        return done.stdout.decode().strip() if done.returncode == 0 else f"failed {words[0]}"
+        why = " / ".join(done.stderr.decode(errors="replace").split("\n"))
+        return f"failed {words[0]}: {why}" if done.returncode else done.stdout.decode().strip()
 
     def steps() -> Iterator[str]:
         yield git("clone", "-q", repository, ".")

@@ -101,7 +101,7 @@ def disturbed(job: Job, victim: str, delay: float, name: str) -> None:
         items = [json.loads(line) for line in out.splitlines()]
         chunks = [i["update"] for i in items if i.get("kind") == "agent_message_chunk"]
         said = "".join(chunk["content"]["text"] for chunk in chunks)
-        assert "pushed " in said or lossy, (told, said)
+        assert "pushed " in said or lossy, (told, said, job.events(NAME)[-12:])
         if "pushed " in said:
             assert job.branches()[branch] == said.rpartition("pushed ")[2][:40], (told, said)
     job.up()
