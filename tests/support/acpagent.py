@@ -107,8 +107,12 @@ def slow(path: str) -> None:
 def works(repository: str) -> None:
     """Clones, commits a file of the prompt's name and pushes it to the branch of that name;
     says `pushed COMMIT` when the forge took it, else `failed`, at which step, and git's words."""
+    import glob
+    import shutil
     import subprocess
 
+    for earlier in glob.glob("/home/agent/[0-9]*"):
+        shutil.rmtree(earlier)  # a clone has all branches: many would fill the disk
     prompt = opened()
     branch = prompt["params"]["prompt"][0]["text"]
     place = f"/home/agent/{os.getpid()}"
