@@ -36,9 +36,11 @@ class Drawn:
         self._screen.resize(rows, columns)
         self._person.resize(rows, columns)
 
-    def until(self, what: str, look: Callable[[list[str]], object]) -> list[str]:
+    def until(
+        self, what: str, look: Callable[[list[str]], object], *, seconds: float = LIMIT_S
+    ) -> list[str]:
         """The screen, once it is as it should be."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + seconds
         while not look(lines := self.lines):
             left = deadline - time.monotonic()
             shown = "\n".join(lines)
