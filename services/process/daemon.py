@@ -306,8 +306,11 @@ def write(
 
 def _prepare(paths: Paths, options: Options) -> None:
     """Everything that must lie there before the first service starts."""
+    from agent_box.process import leftovers
+
     try:
         mode = _check_config(options.config)
+        leftovers.end_walls(paths)
         _make_keys(paths)
         _try_wall(paths)
         found = programs(paths, options.config)

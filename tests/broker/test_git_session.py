@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.brokerscene import ID, REAL, Client, Scene, run
 from support.nginxgit import ENV, PRESENT, USER, GitServer
+from support.until import until
 
 from agent_box.broker import git as broker_git
 from agent_box.broker.contract import NoncesOf
@@ -242,7 +243,8 @@ def test_a_second_repository_on_the_same_connection_is_judged_anew(tmp_path: Pat
             reply = await client.ask("GET", target, headers)
             assert reply.status == status, (name, service, reply)
         client.close()
-        assert len([line for line in guest.server.asked() if " 200 " in line]) == 3
-        assert len(guest.server.asked()) == 3
+        # The server notes a request once it has answered it.
+        until("three were asked", lambda: len(guest.server.asked()) == 3)
+        assert all(" 200 " in line for line in guest.server.asked())
 
     played(tmp_path, play)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -26,6 +28,7 @@ from agent_box.bus import keys
 from agent_box.bus.client import Client
 from agent_box.bus.errors import Code, Refusal
 from agent_box.bus.schema import Empty, Wire
+from agent_box.process.confine import BWRAP
 from agent_box.process.paths import PROGRAMS, SERVICES
 from agent_box.process.sealedbox import Inbox
 from agent_box.process.watch import DEATHS, WITHIN_S
@@ -410,9 +413,18 @@ def test_the_wall_outside_dies_and_the_service_with_it(live: Live) -> None:
 
 
 def test_what_a_crash_leaves_behind_stops_no_start(live: Live) -> None:
+    wall = [BWRAP, "-c", "import sys; sys.stdin.read()", "-m", "agent_box.registry"]
+    left = subprocess.Popen(
+        [*wall, "--runtime", str(live.paths.runtime)],
+        executable=sys.executable,
+        stdin=subprocess.PIPE,
+    )
+    # The supervisor first. One that is killed while it puts up a wall may leave half of one.
+    kill(live.daemon_pid())
     for pid in live.pids():
-        kill(pid)
-    until("all is dead", lambda: not live.pids())
+        if pid != left.pid:
+            kill(pid)
+    until("all is dead", lambda: live.pids() in ([], [left.pid]))
     for service in SERVICES:
         assert live.paths.sock(service).exists(), "a stale socket is what this is about"
     assert live.paths.lock.exists()
@@ -421,3 +433,5 @@ def test_what_a_crash_leaves_behind_stops_no_start(live: Live) -> None:
     (live.paths.supervisor / "sock").unlink(missing_ok=True)
     (live.paths.supervisor / "sock").write_text("not a socket")
     live.up()
+    assert left.wait(60) == -signal.SIGKILL
+    left.communicate()
