@@ -70,6 +70,9 @@ class Server:
             self._ended = True
             self._turn()
 
+        # Python runs a handler in this thread alone, and the kernel may give the signal to another
+        # one: then nothing would end the poll.
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
         while not self._ended:

@@ -247,7 +247,8 @@ def test_too_much_at_once_is_refused_by_number(tmp_path: Path) -> None:
         ended.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signal, "signal", lambda *_: None)  # it is not in the main thread
+        for name in ("signal", "set_wakeup_fd"):  # it is not in the main thread
+            patch.setattr(signal, name, lambda *_, **__: None)
         thread = threading.Thread(target=serve)
         thread.start()
         with Client(tmp_path / "sock", key) as client:

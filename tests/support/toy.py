@@ -196,7 +196,7 @@ class Toy:
 
     def _add(self, n: int, call: Call) -> Number:
         with self.db:
-            self.db.execute("INSERT INTO added VALUES (?, ?)", (n, call.request_id))
+            self.db.execute("INSERT INTO added VALUES (?, ?)", (str(n), call.request_id))
             count = self.db.execute("SELECT count(*) FROM added").fetchone()[0]
             reply = Number(n=count)
             call.commit(reply)
