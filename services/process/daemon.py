@@ -189,23 +189,24 @@ def _say(stream: TextIO | None, line: str) -> None:
 
 
 class Report:
-    """Tells the starter how it went, once, and closes the pipe."""
+    """Tells the starter how it went, once. Who goes on closes the pipe then; who refuses leaves
+    that to its end, which the starter waits for."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
 
-    def tell(self, **facts: Any) -> None:
+    def tell(self, *, ok: bool, **facts: Any) -> None:
         if self._descriptor is None:
             return
+        told, self._descriptor = self._descriptor, None
         try:
-            os.write(self._descriptor, json.dumps(facts).encode() + b"\n")
+            os.write(told, json.dumps({"ok": ok} | facts).encode() + b"\n")
         except BrokenPipeError:
             pass  # the starter has given up; the daemon serves whoever comes next
-        finally:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if ok:
+            os.close(told)
 
 
 def _leave(_number: int, _frame: object) -> NoReturn:

@@ -32,7 +32,7 @@ class Home:
         self.paths = Paths.from_env(self.env)
         self.config = directory / "config" / "agent-box"
 
-    def run(self, *words: str, timeout: float = cli.BOUND_S, **env: str) -> cli.Ran:
+    def run(self, *words: str, timeout: float = 60.0, **env: str) -> cli.Ran:
         return cli.run(*words, env=self.env | env, timeout=timeout)
 
     @property

@@ -19,7 +19,6 @@ import jsonschema
 from agent_box.cli.verbs import GROUPS
 
 BINARY = Path(sys.executable).parent / "agent-box"
-BOUND_S = 150.0  # for the end of a command line: the host may be busy
 SCHEMAS = Path(__file__).parent.parent / "cli" / "schemas"
 
 
@@ -67,7 +66,7 @@ def run(
     env: dict[str, str] | None = None,
     stdin: str | bytes = b"",
     cwd: Path | None = None,
-    timeout: float = BOUND_S,
+    timeout: float = 60.0,
 ) -> Ran:
     """One command line, to its end. A run that fails must say why on exactly one line, and
     nothing that it prints may be able to drive a terminal."""

@@ -25,7 +25,7 @@ class Live:
         self.env = cli.environment(self.home)
         self.paths = Paths.from_env(self.env)
 
-    def run(self, *args: str, stdin: str = "", timeout: float = cli.BOUND_S, **env: str) -> cli.Ran:
+    def run(self, *args: str, stdin: str = "", timeout: float = 60.0, **env: str) -> cli.Ran:
         return cli.run(*args, env=self.env | env, stdin=stdin, timeout=timeout)
 
     def popen(self, *args: str, **more: Any) -> subprocess.Popen[str]:
